@@ -1,0 +1,67 @@
+"""The three operations in float64 numpy, written row by row: what every backend is measured against."""
+
+import numpy as np
+
+
+def block_score(queries, keys, cu_seqlens, num_blocks, block_size, scale, normalise=True):
+    """Mass and peak per block, and the log-sum-exp of every row, float64."""
+    queries, keys = np.asarray(queries, np.float64), np.asarray(keys, np.float64)
+    batch, window, heads, _ = queries.shape
+    group = heads // keys.shape[1]
+    mass, peak = np.zeros((batch, num_blocks)), np.zeros((batch, num_blocks))
+    log_sum_exp = np.zeros((batch, window, heads))
+    for r in range(batch):
+        first, last = int(cu_seqlens[r]), int(cu_seqlens[r + 1])
+        length = last - first
+        valid = min(window, length)
+        for j in range(window - valid, window):
+            end = length - window + j + 1
+            for h in range(heads):
+                s = scale * keys[first : first + end, h // group] @ queries[r, j, h]
+                top = s.max()
+                weights = np.exp(s - top)
+                log_sum_exp[r, j, h] = top + np.log(weights.sum())
+                probability = np.pad(weights / weights.sum(), (0, -end % block_size))
+                blocks = probability.reshape(-1, block_size).sum(-1)
+                mass[r, : blocks.size] += blocks
+                peak[r, : blocks.size] = np.maximum(peak[r, : blocks.size], blocks)
+        if normalise and valid:
+            mass[r] /= valid * heads
+    return mass, peak, log_sum_exp
+
+
+def top_p_select(scores, cu_seqlens, top_p, num_rows, block_size, sink, window, cut, over):
+    """Kept rows (list), kept lengths, kept blocks, normalised scores and margin, float64."""
+    batch, num_blocks = scores.shape
+    top_p = np.broadcast_to(np.asarray(top_p, np.float64), batch)
+    rows_out, lengths_out = [], []
+    kept_blocks = np.zeros(scores.shape, bool)
+    normalised = np.zeros(scores.shape)
+    margins = np.full(batch, np.inf)
+    for r in range(batch):
+        first, length = int(cu_seqlens[r]), int(cu_seqlens[r + 1] - cu_seqlens[r])
+        count = -(-length // block_size)
+        forced = np.array([i < sink or i >= length - window for i in range(length)], bool)
+        blocks = [np.arange(b * block_size, min((b + 1) * block_size, length)) for b in range(count)]
+        values = np.asarray(scores[r, :count], np.float64)
+        if count and values.sum() > 0:
+            normalised[r, :count] = values / values.sum()
+        part = [b for b in range(count) if over == "all" or not forced[blocks[b]].all()]
+        total = sum(values[b] for b in part)
+        before = 0.0
+        for rank, b in enumerate(sorted(part, key=lambda b: (-values[b], -b))):
+            share = values[b] / total if total > 0 else 0.0
+            deciding = before if cut == "crossing" else before + share
+            keep = deciding <= top_p[r] or top_p[r] >= 1 or (cut == "below" and rank == 0)
+            kept_blocks[r, b] = keep
+            margins[r] = min(margins[r], abs(deciding - top_p[r]))
+            before += share
+        stays = forced.copy()
+        for b in range(count):
+            if forced[blocks[b]].all():
+                kept_blocks[r, b] = True
+            if kept_blocks[r, b]:
+                stays[blocks[b]] = True
+        rows_out += [first + int(i) for i in np.flatnonzero(stays)]
+        lengths_out.append(int(stays.sum()))
+    return rows_out, lengths_out, kept_blocks, normalised, margins
