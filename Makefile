@@ -15,7 +15,7 @@ VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
 LINTED := uniprefill_jax pallas_kernels checkpoints_convert tests benchmarks
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input --no-compile
 FIND_PYTHON := requirements/find-python $(if $(PYTHON),--only $(PYTHON))
 
 # Stamps outlive the interpreter that they stand for when that is upgraded or removed: then all is made anew.
