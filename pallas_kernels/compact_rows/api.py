@@ -17,7 +17,7 @@ def choose_backend(*, platform: str | None = None) -> str:
 
 def compact_rows(
     arrays: tuple[Shaped[Array, "T ..."], ...],
-    indices: Int32[Array, "T"],
+    indices: Int32[Array, " T"],
     count: Int32[Array, ""],
     *,
     out_rows: int,

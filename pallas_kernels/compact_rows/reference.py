@@ -6,7 +6,7 @@ from jaxtyping import Array, Int32, Shaped
 
 def compact_rows_reference(
     arrays: tuple[Shaped[Array, "T ..."], ...],
-    indices: Int32[Array, "T"],
+    indices: Int32[Array, " T"],
     count: Int32[Array, ""],
     *,
     out_rows: int,

@@ -20,11 +20,11 @@ class Selection(NamedTuple):
     cut_margin: distance of the nearest deciding cumulative mass to `top_p`; inf where no block took part.
     """
 
-    indices: Int32[Array, "num_rows"]
+    indices: Int32[Array, " num_rows"]
     cu_seqlens: Int32[Array, "B+1"]
     kept_blocks: Bool[Array, "B num_blocks"]
     normalised: Float[Array, "B num_blocks"]
-    cut_margin: Float[Array, "B"]
+    cut_margin: Float[Array, " B"]
 
 
 def choose_backend(*, platform: str | None = None) -> str:
@@ -36,7 +36,7 @@ def choose_backend(*, platform: str | None = None) -> str:
 def top_p_select(
     scores: Float[Array, "B num_blocks"],
     cu_seqlens: Int32[Array, "B+1"],
-    top_p: Float[Array, ""] | Float[Array, "B"] | float,
+    top_p: Float[Array, ""] | Float[Array, " B"] | float,
     *,
     num_rows: int,
     block_size: int,

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 
 def block_rows(
-    lengths: Int32[Array, "B"], num_blocks: int, block_size: int, sink_tokens: int, window_tokens: int
+    lengths: Int32[Array, " B"], num_blocks: int, block_size: int, sink_tokens: int, window_tokens: int
 ) -> tuple[Int32[Array, "B num_blocks"], Int32[Array, "B num_blocks"]]:
     """Rows that each block holds, and how many of them are forced to stay (sink or window); 0 beyond the end."""
     first = jnp.arange(num_blocks, dtype=jnp.int32)[None, :] * block_size
@@ -29,9 +29,9 @@ def normalise_over(
 def cut_blocks(
     scores: Float[Array, "B num_blocks"],
     participating: Bool[Array, "B num_blocks"],
-    top_p: Float[Array, "B"],
+    top_p: Float[Array, " B"],
     cut: str,
-) -> tuple[Bool[Array, "B num_blocks"], Float[Array, "B"]]:
+) -> tuple[Bool[Array, "B num_blocks"], Float[Array, " B"]]:
     """The blocks that the cut keeps, and the distance of the nearest cumulative mass to `top_p`."""
     num_blocks = scores.shape[1]
     probability = normalise_over(scores, participating)
@@ -65,7 +65,7 @@ def gather_indices(
     block_size: int,
     sink_tokens: int,
     window_tokens: int,
-) -> tuple[Int32[Array, "num_rows"], Int32[Array, "B+1"]]:
+) -> tuple[Int32[Array, " num_rows"], Int32[Array, "B+1"]]:
     """Packed row numbers of the kept rows, in order, and the cumulative lengths of what is kept."""
     batch, num_blocks = kept.shape
     lengths = jnp.diff(cu_seqlens)
@@ -89,7 +89,7 @@ def gather_indices(
 def top_p_select_reference(
     scores: Float[Array, "B num_blocks"],
     cu_seqlens: Int32[Array, "B+1"],
-    top_p: Float[Array, "B"],
+    top_p: Float[Array, " B"],
     *,
     num_rows: int,
     block_size: int,
@@ -98,11 +98,11 @@ def top_p_select_reference(
     cut: str,
     over: str,
 ) -> tuple[
-    Int32[Array, "num_rows"],
+    Int32[Array, " num_rows"],
     Int32[Array, "B+1"],
     Bool[Array, "B num_blocks"],
     Float[Array, "B num_blocks"],
-    Float[Array, "B"],
+    Float[Array, " B"],
 ]:
     """Indices, kept cu_seqlens, kept blocks, normalised scores and cut margin; see `top_p_select`."""
     num_blocks = scores.shape[1]
