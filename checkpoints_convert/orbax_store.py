@@ -12,14 +12,14 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Sharding
 
 from checkpoints_convert.source import (
@@ -32,6 +32,9 @@ from checkpoints_convert.source import (
     read_json,
 )
 from uniprefill_jax.errors import CheckpointError
+
+if TYPE_CHECKING:  # slow to import, so only the functions that need it do
+    import orbax.checkpoint as ocp
 
 MANIFEST_NAME = "uniprefill.json"
 _FORMAT = 1
@@ -55,7 +58,7 @@ class OrbaxSource(CheckpointSource):
         try:
             self._files = {name: (int(size), int(crc)) for name, (size, crc) in manifest["files"].items()}
             self.tensors: dict[str, TensorInfo] = {
-                name: TensorInfo(tuple(entry["shape"]), np.dtype(jax.numpy.dtype(entry["dtype"])))
+                name: TensorInfo(tuple(entry["shape"]), np.dtype(jnp.dtype(entry["dtype"])))
                 for name, entry in manifest["parameters"].items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -66,19 +69,25 @@ class OrbaxSource(CheckpointSource):
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         """Read a whole parameter and return the part that `index` selects."""
+        import orbax.checkpoint as ocp
+
         return self._restore(name, ocp.RestoreArgs(restore_type=np.ndarray))[
             normalise_index(index, self.tensors[name].shape)
         ]
 
     def restore(self, name: str, dtype: np.dtype, placement: Sharding | None) -> jax.Array:
         """A parameter as a jax array, read straight onto `placement`; bit-identical if `dtype` is the stored one."""
+        import orbax.checkpoint as ocp
+
         if placement is None:
             array = jax.device_put(self.read(name))
         else:
             array = self._restore(name, ocp.ArrayRestoreArgs(sharding=placement))
         return array if array.dtype == dtype else array.astype(dtype)
 
-    def _restore(self, name: str, arguments: ocp.RestoreArgs) -> Any:
+    def _restore(self, name: str, arguments: "ocp.RestoreArgs") -> Any:
+        import orbax.checkpoint as ocp
+
         self._verify()
         with _damage_named(self.path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(
@@ -119,11 +128,24 @@ class OrbaxSource(CheckpointSource):
         self._verified = True
 
 
+class SavesFiles(Protocol):
+    """A tokenizer, as far as a checkpoint needs one."""
+
+    def save(self, folder: Path) -> None:
+        """Write files into an existing folder."""
+
+
+def refuse_existing(dst: Path | str) -> None:
+    """CheckpointError if there is something at `dst` already: converting never overwrites."""
+    if Path(dst).exists() or Path(dst).is_symlink():
+        raise CheckpointError(f"{dst}: exists already; remove it or choose another folder")
+
+
 def save_orbax(
     dst: Path | str,
     parameters: Mapping[str, jax.Array],
     config: Mapping[str, Any],
-    save_tokenizer: Callable[[Path], None] | None = None,
+    tokenizer: SavesFiles | None = None,
 ) -> None:
     """Write a converted checkpoint; nothing is left under `dst` or beside it if anything fails.
 
@@ -131,13 +153,14 @@ def save_orbax(
         dst: a folder that does not exist yet.
         parameters: arrays by parameter path; they are stored in their own dtype.
         config: contents of config.json.
-        save_tokenizer: writes the tokenizer's files into the folder it is given.
+        tokenizer: its files are put beside the parameters.
 
     Raises CheckpointError if `dst` exists or cannot be written.
     """
+    import orbax.checkpoint as ocp
+
+    refuse_existing(dst)
     dst = Path(dst).absolute()
-    if dst.exists():
-        raise CheckpointError(f"{dst}: exists already; remove it or choose another folder")
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
         working = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", dir=dst.parent))
@@ -146,13 +169,13 @@ def save_orbax(
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(working / _PARAMETERS, args=ocp.args.PyTreeSave(dict(parameters)))
-        if save_tokenizer is not None:
-            save_tokenizer(working)
+        if tokenizer is not None:
+            tokenizer.save(working)
         _write_json(working / "config.json", config)
         _write_json(working / MANIFEST_NAME, _manifest(working / _PARAMETERS, parameters))
         working.chmod(0o755)  # mkdtemp makes it private
         os.rename(working, dst)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # tensorstore reports a full disk as ValueError
         raise CheckpointError(
             f"{dst}: cannot be written ({one_line(error)}); free space or choose another folder"
         ) from None
