@@ -1,0 +1,1 @@
+"""Tests; they mirror the packages. tests/parity checks against transformers, run live."""

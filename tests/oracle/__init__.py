@@ -1,0 +1,1 @@
+"""The oracle: transformers, run in its own interpreter (see run.py)."""

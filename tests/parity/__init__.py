@@ -1,0 +1,1 @@
+"""Numbers: the library against transformers and against an independent plain model."""
