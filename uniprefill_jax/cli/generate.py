@@ -1,0 +1,153 @@
+"""`uniprefill generate`: continue a prompt or answer a message."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from uniprefill_jax.cli import options
+from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
+from uniprefill_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from uniprefill_jax.llm import LLM
+    from uniprefill_jax.results import Completion
+
+SAMPLING = "Sampling"
+DEFAULTS = UniPrefillConfig()
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m).")],
+    prompt: Annotated[str | None, typer.Option(help="The text; without it or a file, standard input is read.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the text from this file.")] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default if there is one.")
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Print the text while it is generated.")] = False,
+    dtype: options.DataTypeOption = "auto",
+    json: options.JsonOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=SAMPLING)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: all.", rich_help_panel=SAMPLING)] = 0,
+    sampling_top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens up to this probability.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.", rich_help_panel=SAMPLING)] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be repeated.", rich_help_panel=SAMPLING)
+    ] = None,
+    dense: options.DenseOption = False,
+    top_p: options.TopPOption = DEFAULTS.top_p,
+    block_size: options.BlockSizeOption = DEFAULTS.block_size,
+    drop_layers: options.DropLayersOption = "auto",
+    dropped_tokens: options.DroppedTokensOption = DEFAULTS.dropped_tokens,
+    sliding_window: options.SlidingWindowOption = DEFAULTS.sliding_window,
+    cut: options.CutOption = DEFAULTS.cut,
+    score: options.ScoreOption = DEFAULTS.score,
+    score_memory: options.ScoreMemoryOption = DEFAULTS.score_memory,
+    top_p_over: options.TopPOverOption = DEFAULTS.top_p_over,
+) -> None:
+    """Generate text from MODEL; the text goes to standard output, everything else to standard error."""
+    config = options.make_config(
+        dense=dense,
+        top_p=top_p,
+        block_size=block_size,
+        drop_layers=drop_layers,
+        dropped_tokens=dropped_tokens,
+        sliding_window=sliding_window,
+        cut=cut,
+        score=score,
+        score_memory=score_memory,
+        top_p_over=top_p_over,
+    )
+    sampling = SamplingConfig(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=sampling_top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    options.check_output(json)
+    if stream and json is not None:
+        raise InputError("--json measures a whole run, which --stream does not give; leave one of them out")
+    text = _read_prompt(prompt, prompt_file)
+    console = Console(stderr=True)
+    from uniprefill_jax.llm import LLM
+
+    with console.status(f"Loading {model}"):
+        llm = LLM.load(model, dtype=options.resolve_dtype(dtype))
+    token_ids = _tokenize(llm, model, text, chat)
+    if stream:
+        for _, piece in llm.stream(token_ids, config, sampling):
+            print(piece, end="", flush=True)
+        print()
+        return
+    with console.status(f"Compiling for, and reading, {len(token_ids):,} tokens"):
+        completion = llm.generate([token_ids], config, sampling)[0]
+    print(completion.text)
+    _report(console, completion)
+    if json is not None:
+        _write(json, model, completion)
+
+
+def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text from the option, the file or standard input; exactly one of them."""
+    if prompt is not None and prompt_file is not None:
+        raise InputError("both --prompt and --prompt-file are given; use one of them")
+    if prompt is not None:
+        return prompt
+    try:
+        if prompt_file is not None:
+            return prompt_file.read_text(encoding="utf-8")
+        if sys.stdin.isatty():
+            raise InputError("there is no prompt; use --prompt, --prompt-file or standard input")
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{prompt_file or 'standard input'} is not UTF-8 text ({error}); convert it first") from None
+
+
+def _tokenize(llm: "LLM", model: str, text: str, chat: bool | None) -> list[int]:
+    """Token ids of the text, as a user's turn where a chat template is there or asked for."""
+    if llm.tokenizer is None:
+        raise InputError(f"{model} comes without a tokenizer; put its tokenizer.json beside the weights")
+    if not text:
+        raise InputError("the prompt is empty; give at least one character")
+    if chat or (chat is None and llm.tokenizer.has_chat_template):
+        return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return llm.tokenizer.encode(text)
+
+
+def _report(console: Console, completion: "Completion") -> None:
+    prefill = completion.prefill
+    kept = " > ".join(f"{int(length):,}" for length in prefill.segment_lengths)
+    console.print(
+        f"prompt tokens per segment {kept}; prefill {prefill.seconds:.2f} s "
+        f"(compiled in {prefill.compile_seconds:.1f} s); {len(completion.token_ids)} tokens, "
+        f"ended by {completion.finish_reason}",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _write(path: Path, model: str, completion: "Completion") -> None:
+    from uniprefill_jax.cli.result_file import write_result
+
+    prefill = completion.prefill
+    row = {
+        "arch": model,
+        "n": int(prefill.segment_lengths[0]),
+        "batch": 1,
+        "kept": [int(length) for length in prefill.segment_lengths],
+        "ttft_ms": 1e3 * prefill.seconds,
+        "compile_s": prefill.compile_seconds,
+        "ideal_speedup": float(prefill.ideal_speedup),
+        "flop_fraction": float(prefill.flop_fraction),
+        "token_ids": [int(token_id) for token_id in completion.token_ids],
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+    }
+    write_result(path, "generate", [row])
