@@ -67,9 +67,7 @@ def test_help_loads_neither_jax_nor_transformers():
         (["demo", "--top-p", "0"], "top_p is 0.0"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_code_2(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-):
+def test_wrong_input_is_one_line_and_exit_code_2(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as exit_information:
         main(arguments)
     message = capsys.readouterr().err

@@ -14,9 +14,8 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # Spelled in pieces, so that this file does not hold what it looks for.
-FORBIDDEN = re.compile(
-    r"(^|[^A-Za-z0-9_.])/(" + "work|root|home" + r")/|" + "|".join(("pypi" + r"\.org", "python" + "hosted", "npm" + "js"))
-)
+REGISTRIES = ("pypi" + r"\.org", "python" + "hosted", "npm" + "js")
+FORBIDDEN = re.compile(r"(^|[^A-Za-z0-9_.])/(work|root|home)/|" + "|".join(REGISTRIES))
 ADDED_IMPORT_SECONDS = 2.0
 
 

@@ -13,7 +13,7 @@ from uniprefill_jax.errors import UniPrefillError
 ERROR_EXIT_CODE = 2
 
 app = typer.Typer(
-    help="Faster time to first token on long prompts: UniPrefill drops the prompt tokens that the question does not need.",
+    help="Faster first tokens on long prompts: UniPrefill drops the prompt tokens that the question does not need.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -81,7 +81,7 @@ class Comparison:
 def compare(
     llm: LLM, token_ids: list[int], config: UniPrefillConfig, *, runs: int, max_tokens: int, step: Step
 ) -> Comparison:
-    """Answer the prompt dense and with `config`, then time the prefill of each, in turns so that both see the same load.
+    """Answer the prompt dense and with `config`, then time both prefills in turns, so that both see the same load.
 
     Args:
         llm: the loaded model.

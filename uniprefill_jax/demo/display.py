@@ -67,7 +67,8 @@ def print_comparison(console: Console, comparison: Comparison, fact_position: in
     console.print()
     console.print(f"kept  |{cells}|", highlight=False, markup=False)
     console.print(f"       {marker}", highlight=False, markup=False)
-    console.print("       (start to end of the prompt; darker: more of the drops survived)", style="dim", highlight=False)
+    legend = "(start to end of the prompt; darker: more of the drops survived)"
+    console.print(f"       {legend}", style="dim", highlight=False)
 
 
 def _answer(run: MethodRun) -> Text:
