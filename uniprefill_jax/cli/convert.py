@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from uniprefill_jax.cli.options import DataType, DataTypeOption, resolve_dtype
+from uniprefill_jax.cli.options import DataTypeOption, resolve_dtype
 
 
 def convert(
@@ -15,13 +16,16 @@ def convert(
     dtype: DataTypeOption = "auto",
 ) -> None:
     """Write SOURCE as an Orbax checkpoint, with its configuration and tokenizer, into DESTINATION."""
-    console = Console(stderr=True)
-    _convert(source, destination, dtype, console)
-
-
-def _convert(source: str, destination: Path, dtype: DataType, console: Console) -> None:
     from checkpoints_convert import convert as convert_checkpoint
 
-    with console.status(f"Converting {source}"):
-        convert_checkpoint(source, destination, resolve_dtype(dtype))
-    console.print(f"Wrote {destination}")
+    console = Console(stderr=True)
+    columns = (TextColumn("Reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(source, total=None)
+        convert_checkpoint(
+            source,
+            destination,
+            resolve_dtype(dtype),
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    console.print(f"Wrote {destination}", highlight=False)
