@@ -1,0 +1,147 @@
+"""One decode step of a batch: attention over what the prefill kept plus the tokens generated so far, recurrent steps.
+
+Prompt rows stay packed as the prefill left them, one length per request and segment; generated tokens have a store of their
+own, so a prompt's cache is never copied or padded. Positions go on from the prompt's full length (paper Eq. 17).
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int32
+
+from uniprefill_jax.models.attention import AttentionCache, AttentionStep
+from uniprefill_jax.models.batch import WindowMeaning
+from uniprefill_jax.models.causal_lm import CausalLM
+from uniprefill_jax.models.config import LayerSpec, ModelConfig
+from uniprefill_jax.models.gated_delta_net import RecurrentCache
+from uniprefill_jax.models.layer_loop import group_layers, index_table, loop_layers
+from uniprefill_jax.models.rope import rope_table
+from uniprefill_jax.prefill import LayerCaches, PrefillPlan, SegmentRows
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The static side of a decode step.
+
+    Attributes:
+        model: the model's shape.
+        segment_of_layer: whose rows each layer's prompt cache holds.
+        window_meaning: whether windows count original positions or kept tokens.
+        capacity: most tokens that can be generated.
+    """
+
+    model: ModelConfig
+    segment_of_layer: tuple[int, ...]
+    window_meaning: WindowMeaning
+    capacity: int
+
+    @classmethod
+    def after(cls, plan: PrefillPlan, capacity: int) -> "DecodePlan":
+        """The plan that continues a prefill."""
+        return cls(plan.model, plan.segment_of_layer, plan.config.sliding_window, capacity)
+
+
+@struct.dataclass
+class DecodeState:
+    """What changes from token to token: the caches by layer kind and the number of tokens generated before this one.
+
+    Attention kinds hold generated keys and values [layers, capacity, B, KV, d]; recurrent kinds hold their states.
+    """
+
+    caches: LayerCaches
+    step: Int32[Array, ""]
+
+
+def start_decode(plan: DecodePlan, prompt_caches: LayerCaches, num_requests: int) -> DecodeState:
+    """Empty stores for generated tokens; recurrent states go on from the prompt's."""
+    caches: LayerCaches = {}
+    for kind, cache in prompt_caches.items():
+        if isinstance(cache, AttentionCache):
+            layers, _, *head_shape = cache.keys.shape
+            empty = jnp.zeros((layers, plan.capacity, num_requests, *head_shape), cache.keys.dtype)
+            caches[kind] = AttentionCache(empty, empty)
+        else:
+            caches[kind] = cache
+    return DecodeState(caches, jnp.zeros((), jnp.int32))
+
+
+def decode_step(
+    plan: DecodePlan,
+    model: CausalLM,
+    prompt_caches: LayerCaches,
+    segments: SegmentRows,
+    state: DecodeState,
+    tokens: Int32[Array, " B"],
+) -> tuple[Float[Array, "B vocab"], DecodeState]:
+    """Logits after one more token of every request. `state.step` must stay below `plan.capacity`."""
+    kinds = [layer.kind for layer in plan.model.layers]
+    table = index_table(kinds)
+    segment_table = jnp.asarray(plan.segment_of_layer, jnp.int32)
+    prompt_lengths = segments.cu_seqlens[0, 1:] - segments.cu_seqlens[0, :-1]
+    positions = prompt_lengths + state.step
+    ropes = {layer.rope: rope_table(layer.rope, positions) for layer in plan.model.layers if layer.rope is not None}
+
+    def body(kind: str, layer: Array | int, carry: tuple[Array, LayerCaches]) -> tuple[Array, LayerCaches]:
+        x, caches = carry
+        spec = plan.model.layers[kinds.index(kind)]
+        at = table[layer]
+        stack = caches[kind]
+        kept = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, at, keepdims=False), stack)
+        if isinstance(kept, RecurrentCache) or spec.rope is None:
+            view = kept
+        else:
+            prompt = jax.tree.map(
+                lambda array: jax.lax.dynamic_index_in_dim(array, at, keepdims=False), prompt_caches[kind]
+            )
+            segment = segment_table[layer]
+            visible = _visible_rows(plan, spec, segments.positions[segment], segments.cu_seqlens[segment], positions,
+                                    state.step)
+            view = AttentionStep(
+                prompt=prompt,
+                generated=kept,
+                prompt_visible=visible,
+                generated_visible=_visible_generated(spec, plan.capacity, state.step, x.shape[0]),
+                step=state.step,
+                rope=ropes[spec.rope],
+            )
+        module = model.layer(kind, at)
+        x, kept = module.mix_step(x, view)
+        updated = jax.tree.map(
+            lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new.astype(array.dtype), at, axis=0), stack, kept
+        )
+        return module.transform(x), {**caches, kind: updated}
+
+    x, caches = loop_layers(group_layers(kinds), 0, body, (model.embed(tokens), state.caches))
+    return model.logits(x), DecodeState(caches, state.step + 1)
+
+
+def _visible_rows(
+    plan: DecodePlan,
+    spec: LayerSpec,
+    row_positions: Int32[Array, " T"],
+    cu_seqlens: Int32[Array, " B+1"],
+    positions: Int32[Array, " B"],
+    step: Int32[Array, ""],
+) -> Bool[Array, "B T"]:
+    """Prompt rows that each request's current token sees in one layer."""
+    rows = jnp.arange(row_positions.shape[0], dtype=jnp.int32)[None, :]
+    start, stop = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+    visible = (rows >= start) & (rows < stop)
+    if spec.window is None:
+        return visible
+    if plan.window_meaning == "position":
+        return visible & (row_positions[None, :] > positions[:, None] - spec.window)
+    return visible & (rows > stop + step - spec.window)
+
+
+def _visible_generated(
+    spec: LayerSpec, capacity: int, step: Int32[Array, ""], num_requests: int
+) -> Bool[Array, "B capacity"]:
+    """Generated tokens that the current one sees, itself included."""
+    written = jnp.arange(capacity, dtype=jnp.int32)
+    visible = written <= step
+    if spec.window is not None:
+        visible &= written > step - spec.window
+    return jnp.broadcast_to(visible, (num_requests, capacity))

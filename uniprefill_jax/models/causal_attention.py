@@ -1,0 +1,99 @@
+"""Causal attention over packed rows: row i sees rows [row_start[i], i]; starts never fall along the axis.
+
+One function serves full attention, sliding windows and ragged batches, before and after a drop. Tiles that no row of a query
+block sees are skipped, tiles that every row sees whole are not masked.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+QUERY_TILE = 256
+KEY_TILE = 256
+_NEGATIVE = -1e30
+
+
+def causal_attention(
+    queries: Float[Array, "T H d"],
+    keys: Float[Array, "T KV d"],
+    values: Float[Array, "T KV d"],
+    row_start: Int32[Array, " T"],
+    count: Int32[Array, ""],
+    *,
+    scale: float,
+) -> Float[Array, "T H d"]:
+    """softmax(scale * q k^T) v over each row's visible range; query head h reads KV head h // (H / KV).
+
+    Rows from `count` on are padding: whole tiles of them cost nothing and give zeros. Scores and softmax statistics are
+    float32; the result has the type of `queries`. Flash-style: memory grows with T only.
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    num_kv_heads = keys.shape[1]
+    group = num_heads // num_kv_heads
+    query_tile = min(QUERY_TILE, _round_up(num_rows, 64))
+    key_tile = min(KEY_TILE, query_tile)
+    query_tiles = math.ceil(num_rows / query_tile)
+    key_rows = _round_up(num_rows, key_tile)
+
+    keys = jnp.pad(keys, ((0, key_rows - num_rows), (0, 0), (0, 0))).swapaxes(0, 1)
+    values = jnp.pad(values, ((0, key_rows - num_rows), (0, 0), (0, 0))).swapaxes(0, 1)
+    padded = query_tiles * query_tile - num_rows
+    # Heads that share a KV head are packed along the rows of one matrix product.
+    tiles = jnp.pad(queries, ((0, padded), (0, 0), (0, 0)))
+    tiles = tiles.reshape(query_tiles, query_tile, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    tiles = tiles.reshape(query_tiles, num_kv_heads, group * query_tile, head_dim)
+    starts = jnp.pad(row_start, (0, padded), constant_values=num_rows - 1).reshape(query_tiles, query_tile)
+
+    def query_block(index: Array, outputs: Array) -> Array:
+        tile = jax.lax.dynamic_index_in_dim(tiles, index, keepdims=False)
+        start = jax.lax.dynamic_index_in_dim(starts, index, keepdims=False)
+        rows = index * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
+
+        def key_block(masked: bool):
+            def accumulate(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+                maximum, total, weighted = carry
+                key = jax.lax.dynamic_slice_in_dim(keys, block * key_tile, key_tile, axis=1)
+                value = jax.lax.dynamic_slice_in_dim(values, block * key_tile, key_tile, axis=1)
+                scores = jnp.einsum("krd,kcd->krc", tile, key, preferred_element_type=jnp.float32) * scale
+                if masked:
+                    columns = block * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
+                    visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= start[:, None])
+                    grouped = scores.reshape(num_kv_heads, group, query_tile, key_tile)
+                    scores = jnp.where(visible, grouped, _NEGATIVE).reshape(scores.shape)
+                new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
+                shrink = jnp.exp(maximum - new_maximum)
+                weights = jnp.exp(scores - new_maximum[..., None])
+                update = jnp.einsum(
+                    "krc,kcd->krd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
+                )
+                return new_maximum, total * shrink + weights.sum(axis=-1), weighted * shrink[..., None] + update
+
+            return accumulate
+
+        first = start[0] // key_tile
+        stop = (jnp.minimum(rows[-1], num_rows - 1)) // key_tile + 1
+        whole_first = jnp.clip((start[-1] + key_tile - 1) // key_tile, first, stop)
+        whole_stop = jnp.clip(rows[0] // key_tile, whole_first, stop)
+        shape = (num_kv_heads, group * query_tile)
+        # A finite start keeps exp(maximum - new_maximum) defined while a row has seen nothing yet.
+        carry = (
+            jnp.full(shape, _NEGATIVE, jnp.float32),
+            jnp.zeros(shape, jnp.float32),
+            jnp.zeros((*shape, head_dim), jnp.float32),
+        )
+        carry = jax.lax.fori_loop(first, whole_first, key_block(masked=True), carry)
+        carry = jax.lax.fori_loop(whole_first, whole_stop, key_block(masked=False), carry)
+        _, total, weighted = jax.lax.fori_loop(whole_stop, stop, key_block(masked=True), carry)
+        output = (weighted / total[..., None]).astype(queries.dtype)
+        return jax.lax.dynamic_update_index_in_dim(outputs, output, index, axis=0)
+
+    used_tiles = (count + query_tile - 1) // query_tile
+    outputs = jax.lax.fori_loop(0, used_tiles, query_block, jnp.zeros(tiles.shape, queries.dtype))
+    outputs = outputs.reshape(query_tiles, num_kv_heads, group, query_tile, head_dim).transpose(0, 3, 1, 2, 4)
+    return outputs.reshape(query_tiles * query_tile, num_heads, head_dim)[:num_rows]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

@@ -1,0 +1,61 @@
+"""A decoder layer of any family: token mixer and feed-forward, each in a residual branch between norms."""
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from uniprefill_jax.models.attention import Attention, AttentionCache, AttentionStep
+from uniprefill_jax.models.batch import PackedRows
+from uniprefill_jax.models.feed_forward import FeedForward
+from uniprefill_jax.models.gated_delta_net import GatedDeltaNet, RecurrentCache
+from uniprefill_jax.models.mixture import MixtureOfExperts
+from uniprefill_jax.models.norms import RMSNorm
+
+
+class DecoderLayer(nnx.Module):
+    """x + [norm](mixer(norm(x))), then x + [norm](feed_forward(norm(x))); the inner norms are Gemma's.
+
+    The two sub-layers are separate methods because tokens are dropped between them.
+    """
+
+    def __init__(
+        self,
+        input_norm: RMSNorm,
+        mixer: Attention | GatedDeltaNet,
+        feed_forward_norm: RMSNorm,
+        feed_forward: FeedForward | MixtureOfExperts,
+        mixer_output_norm: RMSNorm | None = None,
+        feed_forward_output_norm: RMSNorm | None = None,
+    ):
+        self.input_norm = input_norm
+        self.mixer = mixer
+        self.mixer_output_norm = mixer_output_norm
+        self.feed_forward_norm = feed_forward_norm
+        self.feed_forward = feed_forward
+        self.feed_forward_output_norm = feed_forward_output_norm
+
+    def mix(
+        self, x: Float[Array, "T D"], rows: PackedRows
+    ) -> tuple[Float[Array, "T D"], AttentionCache | RecurrentCache, Float[Array, "T H d"] | None]:
+        """The mixer sub-layer of packed rows: new hidden states, the layer's cache, queries where the mixer has any."""
+        return self.mixer(x, rows, self.input_norm, self._add_mixed)
+
+    def mix_step(
+        self, x: Float[Array, "B D"], view: AttentionStep | RecurrentCache
+    ) -> tuple[Float[Array, "B D"], AttentionCache | RecurrentCache]:
+        """The mixer sub-layer of one decode step: new hidden states and what the layer keeps."""
+        output, kept = self.mixer.step(self.input_norm(x), view)
+        return self._add_mixed(x, output), kept
+
+    def transform(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """The feed-forward sub-layer: every row on its own."""
+        with jax.named_scope("feed_forward_sublayer"):
+            output = self.feed_forward(self.feed_forward_norm(x))
+            if self.feed_forward_output_norm is not None:
+                output = self.feed_forward_output_norm(output)
+            return x + output
+
+    def _add_mixed(self, x: Float[Array, "T D"], output: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        if self.mixer_output_norm is not None:
+            output = self.mixer_output_norm(output)
+        return x + output

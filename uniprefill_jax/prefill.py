@@ -1,0 +1,335 @@
+"""The fused prefill: all layers, all drops and the last token's logits of a ragged batch in one jit, no host read.
+
+Layers are grouped into segments. A segment after a drop begins with the drop layer's feed-forward and ends with the mixer of
+the next drop layer (or of the last layer): tokens leave between attention and feed-forward. How many tokens are left is known
+on the device only, so such a segment is a `lax.switch` over a ladder of static lengths; segments of one shape share a scan and
+compile once per rung.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jaxtyping import Array, Float, Int32
+
+from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.models.attention import AttentionCache
+from uniprefill_jax.models.batch import PackedRows, PackingRules, last_rows, pack_rows, request_of_row
+from uniprefill_jax.models.causal_lm import CausalLM
+from uniprefill_jax.models.config import ModelConfig
+from uniprefill_jax.models.gated_delta_net import RecurrentCache
+from uniprefill_jax.models.layer_loop import Grouping, LayerRun, group_layers, index_table, loop_layers, loop_run
+from uniprefill_jax.sparsify.drop import Drop, DropInputs, choose_tokens, compact
+
+LayerCaches = dict[str, AttentionCache | RecurrentCache]
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """The static side of a prefill: one compiled program per plan.
+
+    Attributes:
+        model: the model's shape.
+        config: the setting; `top_p` and `score_memory` are traced and ignored here.
+        drop_layers: resolved drop layers, rising; () is dense.
+        num_rows: rows of the packed batch (a prompt bucket).
+        num_requests: request slots.
+        max_length: longest request that fits, which bounds the number of blocks.
+        ladder: lengths, rising up to num_rows, at which the segments after a drop can run.
+        row_chunk: most rows that row-wise work handles at a time (None: all).
+    """
+
+    model: ModelConfig
+    config: UniPrefillConfig
+    drop_layers: tuple[int, ...]
+    num_rows: int
+    num_requests: int
+    max_length: int
+    ladder: tuple[int, ...]
+    row_chunk: int | None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the longest request that fits."""
+        return -(-self.max_length // self.config.block_size)
+
+    @property
+    def segment_of_layer(self) -> tuple[int, ...]:
+        """Which segment's rows enter each layer: 0 before and at the first drop layer, then one more per drop.
+
+        In `carry` mode every drop layer sees all rows, segment 0, again.
+        """
+        segments = []
+        for layer in range(self.model.num_layers):
+            carried = self.config.dropped_tokens == "carry" and layer in self.drop_layers
+            segments.append(0 if carried else sum(drop < layer for drop in self.drop_layers))
+        return tuple(segments)
+
+
+@struct.dataclass
+class SegmentRows:
+    """Rows of every segment, stacked: original positions and cumulative lengths."""
+
+    positions: Int32[Array, "segments T"]
+    cu_seqlens: Int32[Array, "segments B+1"]
+
+
+class DropReport(NamedTuple):
+    """What every drop decided, stacked over the drop layers."""
+
+    block_mass: Float[Array, "drops B num_blocks"]
+    cut_margin: Float[Array, "drops B"]
+    discarded_mass: Float[Array, "drops B"]
+
+
+class PrefillOutput(NamedTuple):
+    """Logits of each request's last token, the caches by layer kind, and what was dropped (None when dense)."""
+
+    logits: Float[Array, "B vocab"]
+    caches: LayerCaches
+    segments: SegmentRows
+    drops: DropReport | None
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Layers after a drop: feed-forward of `drop`, whole layers up to `last`, mixer of `last`."""
+
+    drop: int
+    last: int
+
+    def middle(self, model: ModelConfig) -> Grouping:
+        """The whole layers between."""
+        return group_layers([model.layers[layer].kind for layer in range(self.drop + 1, self.last)])
+
+    def shape(self, model: ModelConfig) -> tuple[object, ...]:
+        """Segments of equal shape run the same program; a single run of layers may be of any length."""
+        middle = self.middle(model)
+        single = middle[0].kind if len(middle) == 1 and isinstance(middle[0], LayerRun) else middle
+        return model.layers[self.drop].kind, single, model.layers[self.last].kind
+
+
+class _SegmentState(NamedTuple):
+    """What flows from one drop to the next: all rows in hand, their bookkeeping, caches, and the drop layer's view."""
+
+    x: Float[Array, "T D"]
+    positions: Int32[Array, " T"]
+    cu_seqlens: Int32[Array, " B+1"]
+    token_scores: Float[Array, " T"]
+    caches: LayerCaches
+    queries: Float[Array, "B n H d"]
+
+
+def prefill(
+    plan: PrefillPlan,
+    model: CausalLM,
+    tokens: Int32[Array, " T"],
+    cu_seqlens: Int32[Array, " B+1"],
+    top_p: Float[Array, ""],
+    score_memory: Float[Array, ""],
+) -> PrefillOutput:
+    """Prefill a packed batch (notes: algorithm; design, "The idea that makes it fast").
+
+    `top_p` and `score_memory` are traced: other values do not recompile. Padding rows must hold a valid token id.
+    """
+    return _Prefill(plan, model)(tokens, cu_seqlens, top_p, score_memory)
+
+
+class _Prefill:
+    """One trace of the prefill; methods are its steps, in order."""
+
+    def __init__(self, plan: PrefillPlan, model: CausalLM):
+        self.plan = plan
+        self.model = model
+        self.config = plan.model
+        self.kinds = [layer.kind for layer in plan.model.layers]
+        self.table = index_table(self.kinds)
+        self.rules = PackingRules.of(plan.model, plan.config.sliding_window, plan.row_chunk)
+
+    def __call__(
+        self,
+        tokens: Int32[Array, " T"],
+        cu_seqlens: Int32[Array, " B+1"],
+        top_p: Float[Array, ""],
+        score_memory: Float[Array, ""],
+    ) -> PrefillOutput:
+        plan = self.plan
+        rows = jnp.arange(plan.num_rows, dtype=jnp.int32)
+        starts = cu_seqlens[jnp.minimum(request_of_row(cu_seqlens, rows), plan.num_requests - 1)]
+        positions = jnp.where(rows < cu_seqlens[-1], rows - starts, 0)
+        packed = pack_rows(positions, cu_seqlens, self.rules)
+        x = self.model.embed(tokens)
+        ends = (*plan.drop_layers, self.config.num_layers - 1)
+        grouping = group_layers(self.kinds[: ends[0]])
+        x, caches = loop_layers(grouping, 0, self._whole_layer(packed), (x, self._empty_caches(x.dtype)))
+        x, caches, queries = self._mix(self.kinds[ends[0]], ends[0], x, packed, caches)
+        segments = SegmentRows(positions[None], cu_seqlens[None])
+        report = None
+        if plan.drop_layers:
+            state = _SegmentState(
+                x, positions, cu_seqlens, jnp.zeros(plan.num_rows, jnp.float32), caches, self._window(queries, packed)
+            )
+            state, rest, report = self._after_drops(state, packed, top_p, score_memory)
+            x, caches, cu_seqlens = state.x, state.caches, state.cu_seqlens
+            segments = jax.tree.map(lambda first, later: jnp.concatenate([first, later]), segments, rest)
+        # Only the last token of a request needs the last feed-forward and the head.
+        last = x[last_rows(cu_seqlens, 1)[:, 0]]
+        last = self._layer(self.kinds[-1], self.config.num_layers - 1).transform(last)
+        return PrefillOutput(self.model.logits(last), caches, segments, report)
+
+    def _after_drops(
+        self, state: _SegmentState, full: PackedRows, top_p: Float[Array, ""], score_memory: Float[Array, ""]
+    ) -> tuple[_SegmentState, SegmentRows, DropReport]:
+        """Every drop and the segment after it; neighbouring segments of one shape share a scan."""
+        drops = self.plan.drop_layers
+        ends = (*drops[1:], self.config.num_layers - 1)
+        numbered = [(number, _Segment(drop, last)) for number, (drop, last) in enumerate(zip(drops, ends, strict=True))]
+        closing = self.plan.config.dropped_tokens == "carry"
+
+        def shape(item: tuple[int, _Segment]) -> tuple[object, ...]:
+            number, segment = item
+            # In carry mode a later drop layer's mixer runs on all rows, the last layer's on kept rows only.
+            return (*segment.shape(self.config), closing and number + 1 < len(drops))
+
+        outputs = []
+        for _, group in groupby(numbered, key=shape):
+            members = list(group)
+            numbers = [number for number, _ in members]
+            example = members[0][1]
+            full_rows = full if closing and numbers[-1] + 1 < len(drops) else None
+            step = partial(self._drop_and_run, example, full, full_rows, top_p, score_memory)
+            bounds = jnp.asarray([[s.drop, s.last, int(n > 0)] for n, s in members], jnp.int32)
+            if len(members) == 1:
+                state, output = step(state, bounds[0])
+                output = jax.tree.map(lambda array: array[None], output)
+            else:
+                state, output = jax.lax.scan(step, state, bounds)
+            outputs.append(output)
+        rows, report = jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+        return state, rows, report
+
+    def _drop_and_run(
+        self,
+        example: _Segment,
+        full: PackedRows,
+        full_rows: PackedRows | None,
+        top_p: Float[Array, ""],
+        score_memory: Float[Array, ""],
+        state: _SegmentState,
+        bounds: Int32[Array, "3"],
+    ) -> tuple[_SegmentState, tuple[SegmentRows, DropReport]]:
+        """One drop, then the layers up to the next. `bounds` is (drop layer, last layer, whether scores are carried)."""
+        plan, kind = self.plan, self.kinds[example.drop]
+        drop_layer, last_layer, has_memory = bounds[0], bounds[1], bounds[2]
+        cache = state.caches[kind]
+        assert isinstance(cache, AttentionCache)
+        keys = jax.lax.dynamic_index_in_dim(cache.keys, self.table[drop_layer], 0, keepdims=False)
+        drop = choose_tokens(
+            DropInputs(state.queries, keys, state.cu_seqlens, state.token_scores),
+            plan.config,
+            top_p=top_p,
+            memory=score_memory * has_memory,
+            scale=self.config.attention_scale,
+            num_blocks=plan.num_blocks,
+        )
+        x, positions, token_scores = compact((state.x, state.positions, drop.token_scores), drop)
+        segment = SegmentRows(positions, drop.cu_seqlens)
+        rung = jnp.searchsorted(jnp.asarray(plan.ladder, jnp.int32), drop.cu_seqlens[-1], method="compare_all")
+        branches = [partial(self._run_segment, example, length, full_rows is None) for length in plan.ladder]
+        x, caches, queries = jax.lax.switch(rung, branches, x, segment, state.caches, drop_layer, last_layer)
+        if full_rows is None:
+            after = _SegmentState(x, positions, drop.cu_seqlens, token_scores, caches, queries)
+        else:
+            x = state.x.at[drop.indices].set(x, mode="drop")
+            x, caches, queries = self._mix(self.kinds[example.last], last_layer, x, full_rows, caches)
+            window = self._window(queries, full_rows)
+            after = _SegmentState(x, state.positions, state.cu_seqlens, drop.token_scores, caches, window)
+        return after, (segment, _report(drop))
+
+    def _run_segment(
+        self,
+        example: _Segment,
+        length: int,
+        closes: bool,
+        x: Float[Array, "T D"],
+        segment: SegmentRows,
+        caches: LayerCaches,
+        drop_layer: Int32[Array, ""],
+        last_layer: Int32[Array, ""],
+    ) -> tuple[Float[Array, "T D"], LayerCaches, Float[Array, "B n H d"]]:
+        """The layers of one segment at one rung of the ladder; `closes` with the mixer of its last layer."""
+        packed = pack_rows(segment.positions[:length], segment.cu_seqlens, self.rules)
+        kept = packed.map_rows(self._layer(self.kinds[example.drop], drop_layer).transform, x[:length])
+        body = self._whole_layer(packed)
+        middle = example.middle(self.config)
+        if len(middle) == 1 and isinstance(middle[0], LayerRun):
+            count = last_layer - drop_layer - 1
+            kept, caches = loop_run(middle[0].kind, drop_layer + 1, count, body, (kept, caches))
+        else:
+            kept, caches = loop_layers(middle, drop_layer + 1, body, (kept, caches))
+        window = self.plan.config.window_tokens
+        queries = jnp.zeros((self.plan.num_requests, window, self.config.num_heads, self.config.head_dim), x.dtype)
+        if closes:
+            kept, caches, all_queries = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
+            queries = self._window(all_queries, packed) if all_queries is not None else queries
+        return jnp.pad(kept, ((0, x.shape[0] - length), (0, 0))), caches, queries
+
+    def _whole_layer(self, packed: PackedRows) -> Callable:
+        def body(kind: str, layer: Int32[Array, ""] | int, carry: tuple[Array, LayerCaches]):
+            x, caches = carry
+            x, caches, _ = self._mix(kind, layer, x, packed, caches)
+            return packed.map_rows(self._layer(kind, layer).transform, x), caches
+
+        return body
+
+    def _mix(
+        self, kind: str, layer: Int32[Array, ""] | int, x: Float[Array, "rows D"], packed: PackedRows, caches: LayerCaches
+    ) -> tuple[Float[Array, "rows D"], LayerCaches, Float[Array, "rows H d"] | None]:
+        """A layer's mixer; its cache is written into the stack of its kind, in place."""
+        x, cache, queries = self._layer(kind, layer).mix(x, packed)
+        at = self.table[layer]
+
+        def write(stack: Array, new: Array) -> Array:
+            return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), (at,) + (0,) * new.ndim)
+
+        with jax.named_scope("cache_write"):
+            updated = {**caches, kind: jax.tree.map(write, caches[kind], cache)}
+        return x, updated, queries
+
+    def _layer(self, kind: str, layer: Int32[Array, ""] | int):
+        return self.model.layer(kind, self.table[layer])
+
+    def _window(self, queries: Float[Array, "rows H d"] | None, packed: PackedRows) -> Float[Array, "B n H d"]:
+        """Each request's last queries; empty for a last layer without attention, where nothing is scored."""
+        window = self.plan.config.window_tokens
+        if queries is None:
+            shape = (self.plan.num_requests, window, self.config.num_heads, self.config.head_dim)
+            return jnp.zeros(shape, self.model.embedding[...].dtype)
+        return queries[last_rows(packed.cu_seqlens, window)]
+
+    def _empty_caches(self, dtype: jnp.dtype) -> LayerCaches:
+        config, plan = self.config, self.plan
+        caches: LayerCaches = {}
+        for kind in config.kinds:
+            layers = config.layers_of_kind(kind)
+            linear = config.gated_delta_net
+            if config.layers[layers[0]].mixer == "linear" and linear is not None:
+                channels = 2 * linear.num_key_heads * linear.key_head_dim + linear.num_value_heads * linear.value_head_dim
+                state = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim)
+                caches[kind] = RecurrentCache(
+                    jnp.zeros((len(layers), plan.num_requests, linear.conv_width - 1, channels), dtype),
+                    jnp.zeros((len(layers), plan.num_requests, *state), jnp.float32),
+                )
+            else:
+                shape = (len(layers), plan.num_rows, config.num_kv_heads, config.head_dim)
+                caches[kind] = AttentionCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return caches
+
+
+def _report(drop: Drop) -> DropReport:
+    return DropReport(drop.block_mass, drop.cut_margin, drop.discarded_mass)
