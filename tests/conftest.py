@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: the oracle (transformers in its own interpreter) and the models that both sides load."""
+"""Fixtures shared by the tests: the oracle (transformers in its own interpreter) and the models both sides load."""
 
 import json
 import subprocess
@@ -91,9 +91,7 @@ def packaged(name: str) -> Path:
 
 def real_text() -> str:
     """A long public-domain text: the demo's document."""
-    document = next(
-        file for file in resources.files("uniprefill_jax.demo").iterdir() if file.name.endswith(".txt")
-    )
+    document = next(file for file in resources.files("uniprefill_jax.demo").iterdir() if file.name.endswith(".txt"))
     return document.read_text(encoding="utf-8")
 
 

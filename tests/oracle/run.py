@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.oracle.small_models import NEW_TOKENS, SMALL_MODELS, small_prompts  # noqa: E402
 
-
 # transformers reads a GGUF file's vocabulary, and the table of tensor names, several times over: once is enough.
 gguf.GGUFReader = functools.lru_cache(gguf.GGUFReader)
 gguf.get_tensor_name_map = functools.lru_cache(gguf.get_tensor_name_map)
@@ -54,7 +53,7 @@ def timed(name: str, work) -> None:
 
 
 def small_model(name: str, output: Path) -> None:
-    """Random weights, saved as safetensors; logits at all prompt positions and a greedy continuation of every prompt."""
+    """Random weights, saved as safetensors; logits at all prompt positions, and a greedy continuation per prompt."""
     small = SMALL_MODELS[name]
     values = dict(small.config)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
@@ -70,17 +69,17 @@ def small_model(name: str, output: Path) -> None:
 
 
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Weights that make mistakes visible: every norm and bias off its neutral value, attention peaked enough to drop by.
+    """Weights that make mistakes visible: norms and biases off their neutral value, attention peaked enough to drop by.
 
-    Matrices have standard deviation gain / sqrt(fan in); embeddings share a common direction, through which some tokens
-    attract most queries, as sinks and keywords do in trained models.
+    Matrices have standard deviation gain / sqrt(fan in); embeddings share a common direction, through which some
+    tokens attract most queries, as sinks and keywords do in trained models.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(shape, deviation):
         return torch.randn(shape, generator=generator) * deviation
 
-    gains = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "down_proj": 3.0, "lm_head": 3.0, "gate": 2.0, "out_proj": 2.0}
+    gains = dict(q_proj=2.0, k_proj=2.0, o_proj=2.0, down_proj=3.0, lm_head=3.0, gate=2.0, out_proj=2.0)
     common = torch.sign(normal((model.config.hidden_size,), 1.0)) * 0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """Small random models of each family and their prompts, described once for the oracle and for the tests.
 
-Plain Python and numpy: the oracle's interpreter reads it too. Sizes are odd on purpose (no two dimensions of a model are
-equal if they can differ), so that a transposed or swapped dimension cannot go unseen.
+Plain Python and numpy: the oracle's interpreter reads it too. Sizes are odd on purpose (no two dimensions of a model
+are equal if they can differ), so that a transposed or swapped dimension cannot go unseen.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """An independent model: the three families and the whole of UniPrefill in float64 numpy, slow and plain.
 
-One request, no cache, no batching, no bucketing. The hidden states of all tokens sit in one array; `active` lists the tokens
-that take part in a layer, with their original positions. Generated tokens may follow the prompt (teacher forcing): they are
-never scored or dropped, so one forward pass gives what decoding after a shortened prefill must give.
+One request, no cache, no batching, no bucketing. The hidden states of all tokens sit in one array; `active` lists the
+tokens that take part in a layer, with their original positions. Generated tokens may follow the prompt (teacher
+forcing): they are never scored or dropped, so one forward pass gives what decoding after a shortened prefill must give.
 """
 
 import json
@@ -20,9 +20,9 @@ from tests.sparsify.rule import Choice, Rule, block_scores, choose
 class Trace:
     """What a forward pass gives.
 
-    logits [1 + generated, vocab]: those of the last prompt token and of every generated token. Per drop layer: the rule's
-    choice, the original positions that it keeps, and each block's attention mass. kv_lengths: per layer, the number of
-    prompt tokens that its attention saw; 0 for recurrent layers.
+    logits [1 + generated, vocab]: those of the last prompt token and of every generated token. Per drop layer: the
+    rule's choice, the original positions that it keeps, and each block's attention mass. kv_lengths: per layer, the
+    number of prompt tokens that its attention saw; 0 for recurrent layers.
     """
 
     logits: np.ndarray
@@ -37,7 +37,8 @@ class PlainModel:
 
     def __init__(self, folder: Path):
         self.config = json.loads((folder / "config.json").read_text())
-        self.weights = {name: array.astype(np.float64) for name, array in load_file(folder / "model.safetensors").items()}
+        arrays = load_file(folder / "model.safetensors")
+        self.weights = {name: array.astype(np.float64) for name, array in arrays.items()}
         self.family = {"llama": "llama", "gemma3_text": "gemma", "qwen3_next": "qwen"}[self.config["model_type"]]
         self.layer_types = self.config.get("layer_types") or ["full_attention"] * self.config["num_hidden_layers"]
 
@@ -154,9 +155,7 @@ class PlainModel:
         angle = (positions[:, None].astype(np.float32) * frequency).astype(np.float64)
         cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
         first, second = heads[..., : turned // 2], heads[..., turned // 2 : turned]
-        return np.concatenate(
-            [first * cos - second * sin, second * cos + first * sin, heads[..., turned:]], axis=-1
-        )
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin, heads[..., turned:]], axis=-1)
 
     def _feed_forward(self, layer: int, prefix: str, rows: np.ndarray) -> np.ndarray:
         if prefix + "gate.weight" not in self.weights:

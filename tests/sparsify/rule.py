@@ -29,9 +29,9 @@ class Rule:
 class Choice:
     """What the rule keeps of one request.
 
-    kept: bool[length] mask over the tokens. normalised: scores over their sum. margin: smallest distance of a cumulative
-    that the cut looks at to p, as `PrefillResult.cut_margin`. gap: distance, in normalised score, to the nearest change of
-    the outcome: the margin, or the difference between the last kept and the first dropped block's scores if smaller.
+    kept: bool[length] mask over the tokens. normalised: scores over their sum. margin: smallest distance of a
+    cumulative that the cut looks at to p, as `PrefillResult.cut_margin`. gap: distance, in normalised score, to the
+    nearest change of the outcome: the margin, or how far apart the last kept and the first dropped block's scores are.
     """
 
     kept: np.ndarray
@@ -40,9 +40,7 @@ class Choice:
     gap: float
 
 
-def block_scores(
-    queries: np.ndarray, keys: np.ndarray, scale: float, block_size: int
-) -> tuple[np.ndarray, np.ndarray]:
+def block_scores(queries: np.ndarray, keys: np.ndarray, scale: float, block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """(mass, peak) of every block of one request, float64.
 
     queries [n, H, d] are those of the last n tokens, keys [T, KV, d] of all; both after norm and rotary embedding.

@@ -1,8 +1,8 @@
 """What dropping can do to a row of attention: the bound 2 m V_max, and what the cut says about m.
 
-If the dropped tokens carry mass m of a row's softmax, the renormalised output over the rest moves by at most 2 m V_max (V_max:
-largest norm of a value). The cut is made on the mean over heads and window rows, so it promises m <= 1 - p for that mean only,
-and only for whole blocks that are not kept; a single row's m may be larger.
+If the dropped tokens carry mass m of a row's softmax, the renormalised output over the rest moves by at most 2 m V_max
+(V_max: largest norm of a value). The cut is made on the mean over heads and window rows, so it promises m <= 1 - p for
+that mean only; a single row's m may be larger.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Kept sets of the released UniPrefill operator (Triton, bfloat16, H200) on synthetic inputs, and the library's.
 
-The operator rounds scores and sums to bfloat16, so near-equal blocks change places: a block may differ only if its mass is
-within 1% of the mass at the cut, and the number of kept blocks by at most one per request. One-token requests are decode
-rows. A partial last block and requests shorter than the window are quirks of the operator and are not compared.
+The operator rounds scores and sums to bfloat16, so near-equal blocks change places: a block may differ only if its mass
+is within 1% of the mass at the cut, and the number of kept blocks by at most one per request. One-token requests are
+decode rows. A partial last block and requests shorter than the window are quirks of the operator and are not compared.
 """
 
 import json
@@ -25,7 +25,7 @@ def rule_of(case: dict) -> Rule:
 
 
 def requests(case: dict):
-    """(window queries, keys, the operator's kept mask) of every request, rounded to bfloat16 as the operator saw them."""
+    """(window queries, keys, the operator's kept mask) of every request, in bfloat16 as the operator saw them."""
     queries, keys = make_inputs(**case)
     queries, keys = (array.astype(ml_dtypes.bfloat16).astype(np.float32) for array in (queries, keys))
     mask = np.unpackbits(GOLDEN[f"mask_{case['seed']}"])[: sum(case["lens"])].astype(bool)

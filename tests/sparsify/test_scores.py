@@ -29,9 +29,7 @@ def batch(lengths: list[int], seed: int) -> tuple[np.ndarray, np.ndarray, np.nda
     return queries, keys, cu_seqlens
 
 
-jitted = partial(
-    jax.jit, static_argnames=("num_blocks", "block_size", "scale", "peak", "normalise")
-)(block_score)
+jitted = partial(jax.jit, static_argnames=("num_blocks", "block_size", "scale", "peak", "normalise"))(block_score)
 
 
 def run(queries: np.ndarray, keys: np.ndarray, cu_seqlens: np.ndarray, **options):
@@ -76,7 +74,9 @@ def test_scores_equal_float64_whatever_the_padding_holds(lengths, seed) -> None:
 def test_undivided_sums_add_up_over_shards_of_heads() -> None:
     queries, keys, cu_seqlens = batch([90, 33, 0, 96], 5)
     whole = run(queries, keys, cu_seqlens, normalise=False)
-    parts = [run(queries[:, :, 3 * kv : 3 * kv + 3], keys[:, kv : kv + 1], cu_seqlens, normalise=False) for kv in (0, 1)]
+    parts = [
+        run(queries[:, :, 3 * kv : 3 * kv + 3], keys[:, kv : kv + 1], cu_seqlens, normalise=False) for kv in (0, 1)
+    ]
     np.testing.assert_allclose(whole.mass, parts[0].mass + parts[1].mass, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(whole.peak, np.maximum(parts[0].peak, parts[1].peak), rtol=1e-5)
     mean = run(queries, keys, cu_seqlens).mass[0]

@@ -57,9 +57,7 @@ def run(scores: np.ndarray, lengths: list[int], rule: Rule) -> tuple[list[np.nda
     )
     indices, kept_cu = np.asarray(selection.indices), np.asarray(selection.cu_seqlens)
     assert (indices[kept_cu[-1] :] == ROWS).all(), "the tail must be out of range"
-    kept = [
-        indices[kept_cu[request] : kept_cu[request + 1]] - cu_seqlens[request] for request in range(len(lengths))
-    ]
+    kept = [indices[kept_cu[request] : kept_cu[request + 1]] - cu_seqlens[request] for request in range(len(lengths))]
     return kept, selection
 
 
@@ -151,6 +149,7 @@ def test_below_always_keeps_the_top_block() -> None:
 
 @pytest.mark.parametrize("over", ["all", "candidates"])
 def test_scores_that_are_all_zero_do_no_harm(over: str) -> None:
-    kept, selection = run(np.zeros((REQUESTS, BLOCKS), np.float32), [128] * REQUESTS, Rule(top_p=0.5, top_p_over=over, **SIZES))
+    scores = np.zeros((REQUESTS, BLOCKS), np.float32)
+    kept, selection = run(scores, [128] * REQUESTS, Rule(top_p=0.5, top_p_over=over, **SIZES))
     assert np.isfinite(np.asarray(selection.normalised)).all()
     assert {*range(32), *range(104, 128)} <= set(kept[0].tolist())

@@ -1,0 +1,56 @@
+"""A ragged batch gives every prompt what it gets alone, whatever the order and whatever shares the batch."""
+
+import numpy as np
+import pytest
+
+import uniprefill_jax as up
+from tests.oracle.small_models import SMALL_MODELS, make_prompt
+from tests.parity.compare import greedy, relative_error
+
+LENGTHS = (1, 127, 128, 256, 257, 700, 2048, 3001)
+SETTINGS = {
+    "llama-scaled": dict(drop_layers=(1, 3), top_p=0.9),
+    "gemma-irregular": dict(drop_layers=(1, 4, 5), top_p=0.8, dropped_tokens="carry"),
+    "qwen3-irregular": dict(drop_layers=(0, 3, 5), top_p=0.8, score="peak", score_memory=0.5, top_p_over="candidates"),
+}
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    return [make_prompt(SMALL_MODELS[name].config["vocab_size"], length, 77).tolist() for length in LENGTHS]
+
+
+def assert_same(ours: up.PrefillResult, other: up.PrefillResult) -> None:
+    assert sorted(ours.kept_positions) == sorted(other.kept_positions)
+    for layer, kept in ours.kept_positions.items():
+        np.testing.assert_array_equal(kept, other.kept_positions[layer])
+        np.testing.assert_allclose(ours.block_mass[layer], other.block_mass[layer], atol=1e-6)
+    assert np.asarray(ours.kv_lengths).tolist() == np.asarray(other.kv_lengths).tolist()
+    assert relative_error(ours.logits, other.logits) <= 1e-5
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_a_ragged_batch_equals_each_prompt_alone(name: str, small_llm) -> None:
+    llm, config = small_llm(name), up.UniPrefillConfig(**SETTINGS[name])
+    prompts = prompts_of(name)
+    together = llm.prefill(prompts, config)
+    for prompt, result in zip(prompts, together, strict=True):
+        assert_same(result, llm.prefill([prompt], config)[0])
+    assert any(len(kept) < 3001 for kept in together[-1].kept_positions.values())
+    # Requests no longer than sink and window keep everything.
+    for result, length in zip(together[:4], LENGTHS, strict=False):
+        assert all(len(kept) == length for kept in result.kept_positions.values())
+
+    order = [5, 0, 7, 3, 6, 1, 4, 2]
+    shuffled = llm.prefill([prompts[number] for number in order], config)
+    for number, result in zip(order, shuffled, strict=True):
+        assert_same(result, together[number])
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_decoding_a_ragged_batch_equals_each_prompt_alone(name: str, small_llm) -> None:
+    llm, config = small_llm(name), up.UniPrefillConfig(**SETTINGS[name])
+    prompts = [prompt for prompt in prompts_of(name) if len(prompt) <= 700]
+    together = llm.generate(prompts, config, greedy(8))
+    for number in (0, 2, 5):
+        alone = llm.generate([prompts[number]], config, greedy(8))[0]
+        assert alone.token_ids == together[number].token_ids
