@@ -166,7 +166,7 @@ def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
 
 def _llama3_scaling(path: Path, theta: float, head_dim: int, factors: np.ndarray) -> dict[str, Any]:
     """Recover Llama-3.1's scaling from its frequency factors; CheckpointError if they are not of that form."""
-    factor = float(factors.max())
+    factor = round(float(factors.max()), 4)  # a float32 quotient: 8.000001
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     smooth = (_LLAMA3_ORIGINAL / wavelength - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     smooth = np.clip(smooth, 0.0, 1.0)

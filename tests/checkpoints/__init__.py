@@ -1,0 +1,1 @@
+"""Readers, writers and tokenizers, mostly on tiny files made here."""
