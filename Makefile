@@ -45,7 +45,7 @@ test-gpu: $(STAMPS)/development $(STAMPS)/cuda
 lint: $(STAMPS)/development
 	@echo "Checking the code: ruff, pyright"
 	@$(PYTHON_IN_VENV) -m ruff check --quiet $(wildcard $(LINTED))
-	@$(PYTHON_IN_VENV) -m pyright --pythonpath $(PYTHON_IN_VENV) --warnings
+	@$(PYTHON_IN_VENV) -m pyright --pythonpath $(PYTHON_IN_VENV)
 
 format: $(STAMPS)/development
 	$(PYTHON_IN_VENV) -m ruff check --quiet --fix $(wildcard $(LINTED))

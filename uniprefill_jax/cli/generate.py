@@ -123,7 +123,7 @@ def _tokenize(llm: "LLM", model: str, text: str, chat: bool | None) -> list[int]
 
 def _report(console: Console, completion: "Completion") -> None:
     prefill = completion.prefill
-    kept = " > ".join(f"{int(length):,}" for length in prefill.segment_lengths)
+    kept = " > ".join(f"{length:,}" for length in prefill.segment_lengths)
     console.print(
         f"prompt tokens per segment {kept}; prefill {prefill.seconds:.2f} s "
         f"(compiled in {prefill.compile_seconds:.1f} s); {len(completion.token_ids)} tokens, "
@@ -139,14 +139,14 @@ def _write(path: Path, model: str, completion: "Completion") -> None:
     prefill = completion.prefill
     row = {
         "arch": model,
-        "n": int(prefill.segment_lengths[0]),
+        "n": prefill.segment_lengths[0],
         "batch": 1,
-        "kept": [int(length) for length in prefill.segment_lengths],
+        "kept": list(prefill.segment_lengths),
         "ttft_ms": 1e3 * prefill.seconds,
         "compile_s": prefill.compile_seconds,
-        "ideal_speedup": float(prefill.ideal_speedup),
-        "flop_fraction": float(prefill.flop_fraction),
-        "token_ids": [int(token_id) for token_id in completion.token_ids],
+        "ideal_speedup": prefill.ideal_speedup,
+        "flop_fraction": prefill.flop_fraction,
+        "token_ids": completion.token_ids,
         "text": completion.text,
         "finish_reason": completion.finish_reason,
     }

@@ -1,7 +1,7 @@
 """What the demonstration shows in the terminal: progress, the comparison, and a map of what was kept."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from uniprefill_jax.demo.comparison import Comparison, MethodRun
+from uniprefill_jax.demo.comparison import Comparison, MethodRun, Step
 
 SHADES = " ░▒▓█"
 MAP_CELLS = 64
 
 
-def progress_steps(console: Console):
+def progress_steps(console: Console) -> Step:
     """A function that names a step while it runs and prints how long it took: ``with step("Loading"): ...``."""
 
     @contextmanager
@@ -28,7 +28,7 @@ def progress_steps(console: Console):
     return step
 
 
-def kept_map(length: int, kept_positions: Mapping[int, Sequence[int]], cells: int = MAP_CELLS) -> str:
+def kept_map(length: int, kept_positions: Mapping[int, np.ndarray], cells: int = MAP_CELLS) -> str:
     """One character per stretch of the prompt, darker the more of the drops its tokens survived.
 
     Args:
@@ -38,7 +38,7 @@ def kept_map(length: int, kept_positions: Mapping[int, Sequence[int]], cells: in
     """
     survived = np.zeros(length)
     for positions in kept_positions.values():
-        survived[np.asarray(positions)] += 1 / len(kept_positions)
+        survived[positions] += 1 / len(kept_positions)
     if not kept_positions:
         survived[:] = 1
     stretches = np.array_split(survived, min(cells, length))
@@ -61,7 +61,7 @@ def print_comparison(console: Console, comparison: Comparison, fact_position: in
     table.add_row("speed-up, measured", "", f"{comparison.speedup:.2f}x")
     console.print()
     console.print(table, highlight=False)
-    length = int(dense.prefill.segment_lengths[0])
+    length = dense.prefill.segment_lengths[0]
     cells = kept_map(length, uniprefill.prefill.kept_positions)
     marker = " " * (fact_position * len(cells) // length) + "^ the fact"
     console.print()
@@ -77,4 +77,4 @@ def _answer(run: MethodRun) -> Text:
 
 
 def _lengths(run: MethodRun) -> str:
-    return " > ".join(f"{int(length):,}" for length in run.prefill.segment_lengths)
+    return " > ".join(f"{length:,}" for length in run.prefill.segment_lengths)
