@@ -96,8 +96,9 @@ def decode_step(
                 lambda array: jax.lax.dynamic_index_in_dim(array, at, keepdims=False), prompt_caches[kind]
             )
             segment = segment_table[layer]
-            visible = _visible_rows(plan, spec, segments.positions[segment], segments.cu_seqlens[segment], positions,
-                                    state.step)
+            visible = _visible_rows(
+                plan, spec, segments.positions[segment], segments.cu_seqlens[segment], positions, state.step
+            )
             view = AttentionStep(
                 prompt=prompt,
                 generated=kept,
@@ -109,7 +110,9 @@ def decode_step(
         module = model.layer(kind, at)
         x, kept = module.mix_step(x, view)
         updated = jax.tree.map(
-            lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new.astype(array.dtype), at, axis=0), stack, kept
+            lambda array, new: jax.lax.dynamic_update_index_in_dim(array, new.astype(array.dtype), at, axis=0),
+            stack,
+            kept,
         )
         return module.transform(x), {**caches, kind: updated}
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx, struct
+from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.config import UniPrefillConfig
@@ -288,7 +288,12 @@ class _Prefill:
         return body
 
     def _mix(
-        self, kind: str, layer: Int32[Array, ""] | int, x: Float[Array, "rows D"], packed: PackedRows, caches: LayerCaches
+        self,
+        kind: str,
+        layer: Int32[Array, ""] | int,
+        x: Float[Array, "rows D"],
+        packed: PackedRows,
+        caches: LayerCaches,
     ) -> tuple[Float[Array, "rows D"], LayerCaches, Float[Array, "rows H d"] | None]:
         """A layer's mixer; its cache is written into the stack of its kind, in place."""
         x, cache, queries = self._layer(kind, layer).mix(x, packed)
@@ -319,7 +324,9 @@ class _Prefill:
             layers = config.layers_of_kind(kind)
             linear = config.gated_delta_net
             if config.layers[layers[0]].mixer == "linear" and linear is not None:
-                channels = 2 * linear.num_key_heads * linear.key_head_dim + linear.num_value_heads * linear.value_head_dim
+                channels = (
+                    2 * linear.num_key_heads * linear.key_head_dim + linear.num_value_heads * linear.value_head_dim
+                )
                 state = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim)
                 caches[kind] = RecurrentCache(
                     jnp.zeros((len(layers), plan.num_requests, linear.conv_width - 1, channels), dtype),

@@ -3,7 +3,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Tokenizer:
         vocab_size: number of ids the tokenizer knows; a model's embedding may have more rows.
     """
 
-    def __init__(self, backend: Any, eos_token_ids: Sequence[int], folder: Path | None = None):
+    def __init__(self, backend: Any, eos_token_ids: Iterable[int], folder: Path | None = None):
         """Wrap a transformers tokenizer; `folder` holds its files if it was read from any."""
         self._backend = backend
         self._folder = folder
@@ -91,7 +91,8 @@ class StreamDecoder:
     """Text of a growing sequence of ids, piece by piece: the pieces add up to the whole sequence's `decode`.
 
     A piece is held back while it ends in the middle of a character. Each step decodes only the tokens since the last
-    whole piece and the piece before it, which decides about spaces between words.
+    whole piece and the piece before it, which decides about spaces between words. (Sentencepiece decoders take back a
+    character if byte tokens that are no character follow it at once; a piece that was given out stays.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
@@ -167,8 +168,14 @@ def _gguf_backend(source: GgufSource) -> Any:
     names = {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = source.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            names[f"{role}_token"] = tokenizer.id_to_token(token_id)
+        if token_id is None:
+            continue
+        names[f"{role}_token"] = tokenizer.id_to_token(token_id)
+        if names[f"{role}_token"] is None:
+            raise CheckpointError(
+                f"{source.path}: tokenizer.ggml.{key}_token_id is {token_id}, the vocabulary has "
+                f"{tokenizer.get_vocab_size()} tokens; convert the model again"
+            )
     return wrapper(
         tokenizer_object=tokenizer,
         chat_template=source.metadata.get("tokenizer.chat_template"),

@@ -15,7 +15,6 @@ from uniprefill_jax.models.norms import RMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, constant
 from uniprefill_jax.models.rope import apply_rope
 
-
 RowFunction = Callable[[Array], Array]
 
 
@@ -55,7 +54,13 @@ class Attention(nnx.Module):
     """
 
     def __init__(
-        self, scope: ParameterScope, config: ModelConfig, layer: LayerSpec, *, qk_norm: bool = False, gated: bool = False
+        self,
+        scope: ParameterScope,
+        config: ModelConfig,
+        layer: LayerSpec,
+        *,
+        qk_norm: bool = False,
+        gated: bool = False,
     ):
         embed = ((config.hidden_size, "embed"),)
         query_size = config.head_dim * (2 if gated else 1)
@@ -110,10 +115,16 @@ class Attention(nnx.Module):
             grouped = queries.reshape(batch, keys.shape[1], -1, head_dim)
             scores = jnp.concatenate(
                 [
-                    _masked(jnp.einsum("bkgd,tkd->bkgt", grouped, view.prompt.keys, preferred_element_type=jnp.float32)
-                            * self.scale, view.prompt_visible),
-                    _masked(jnp.einsum("bkgd,cbkd->bkgc", grouped, generated.keys, preferred_element_type=jnp.float32)
-                            * self.scale, view.generated_visible),
+                    _masked(
+                        jnp.einsum("bkgd,tkd->bkgt", grouped, view.prompt.keys, preferred_element_type=jnp.float32)
+                        * self.scale,
+                        view.prompt_visible,
+                    ),
+                    _masked(
+                        jnp.einsum("bkgd,cbkd->bkgc", grouped, generated.keys, preferred_element_type=jnp.float32)
+                        * self.scale,
+                        view.generated_visible,
+                    ),
                 ],
                 axis=-1,
             )

@@ -68,7 +68,9 @@ class PackedRows:
         def step(number: Array, outputs: Any) -> Any:
             new = function(*cut(number * chunk))
             return jax.tree.map(
-                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, number * chunk, axis=0), outputs, new
+                lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, number * chunk, axis=0),
+                outputs,
+                new,
             )
 
         shapes = jax.eval_shape(function, *cut(0))
@@ -109,9 +111,7 @@ class PackingRules:
         return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk)
 
 
-def pack_rows(
-    positions: Int32[Array, " T"], cu_seqlens: Int32[Array, " B+1"], rules: PackingRules
-) -> PackedRows:
+def pack_rows(positions: Int32[Array, " T"], cu_seqlens: Int32[Array, " B+1"], rules: PackingRules) -> PackedRows:
     """Work out requests, visible ranges and rotary tables of packed rows."""
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
     request = request_of_row(cu_seqlens, rows)

@@ -179,7 +179,9 @@ def _read_llama(fields: _Fields) -> ModelConfig:
     layer = LayerSpec("full", "dense", rope)
     layer_types = fields.get("layer_types")
     if layer_types is not None and set(layer_types) != {"full_attention"}:
-        raise ConfigError(f"config.json: layer_types of a llama model are {sorted(set(layer_types))}; only full_attention is known")
+        raise ConfigError(
+            f"config.json: layer_types of a llama model are {sorted(set(layer_types))}; only full_attention is known"
+        )
     return ModelConfig(
         family="llama",
         activation=_read_activation(fields, "hidden_act", "silu"),

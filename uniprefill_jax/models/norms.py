@@ -11,7 +11,9 @@ from uniprefill_jax.models.parameters import ParameterScope, constant
 class RMSNorm(nnx.Module):
     """x / rms(x) times a weight; `zero_centred` families (Gemma-3, Qwen3-Next) store the weight minus one."""
 
-    def __init__(self, scope: ParameterScope, size: int, eps: float, *, zero_centred: bool = False, axis: str = "embed"):
+    def __init__(
+        self, scope: ParameterScope, size: int, eps: float, *, zero_centred: bool = False, axis: str = "embed"
+    ):
         init = constant(0.0 if zero_centred else 1.0)
         self.weight = scope.declare("weight", (size,), (axis,), init=init)
         self.eps = eps
@@ -35,9 +37,7 @@ class GatedRMSNorm(nnx.Module):
         self.weight = scope.declare("weight", (size,), ("head_dim",), init=constant(1.0))
         self.eps = eps
 
-    def __call__(
-        self, x: Float[Array, "*rows size"], gate: Float[Array, "*rows size"]
-    ) -> Float[Array, "*rows size"]:
+    def __call__(self, x: Float[Array, "*rows size"], gate: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
         """Normalise the last axis of `x` and gate it; the result has the type of `x`."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)

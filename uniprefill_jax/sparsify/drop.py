@@ -92,22 +92,24 @@ def choose_tokens(
         )
 
 
-def compact(
-    arrays: tuple[Array, ...], drop: Drop
-) -> tuple[Array, ...]:
+def compact(arrays: tuple[Array, ...], drop: Drop) -> tuple[Array, ...]:
     """Move the kept rows of every array to the front, in order; the rest is zero (notes: algorithm, step 5)."""
     with jax.named_scope("compact"):
         return compact_rows(arrays, drop.indices, drop.cu_seqlens[-1], out_rows=arrays[0].shape[0])
 
 
-def rows_of_blocks(cu_seqlens: Int32[Array, " B+1"], num_blocks: int, block_size: int) -> Int32[Array, "B num_blocks G"]:
+def rows_of_blocks(
+    cu_seqlens: Int32[Array, " B+1"], num_blocks: int, block_size: int
+) -> Int32[Array, "B num_blocks G"]:
     """Packed row numbers of each request's blocks; out of range (the int32 maximum) past the request's end."""
     first = jnp.arange(num_blocks * block_size, dtype=jnp.int32).reshape(num_blocks, block_size)
     rows = cu_seqlens[:-1, None, None] + first
     return jnp.where(rows < cu_seqlens[1:, None, None], rows, jnp.iinfo(jnp.int32).max)
 
 
-def mean_over_blocks(token_scores: Float[Array, " T"], rows: Int32[Array, "B num_blocks G"]) -> Float[Array, "B num_blocks"]:
+def mean_over_blocks(
+    token_scores: Float[Array, " T"], rows: Int32[Array, "B num_blocks G"]
+) -> Float[Array, "B num_blocks"]:
     """Mean of a per-token value over the tokens of each block; 0 for blocks without tokens."""
     count = (rows < token_scores.shape[0]).sum(axis=-1)
     total = token_scores.at[rows].get(mode="fill", fill_value=0.0).sum(axis=-1)

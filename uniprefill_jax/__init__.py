@@ -1,0 +1,42 @@
+"""UniPrefill in JAX: prefill that drops the prompt tokens the last queries do not need. The public API, nothing else."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uniprefill_jax.config import SamplingConfig as SamplingConfig
+    from uniprefill_jax.config import UniPrefillConfig as UniPrefillConfig
+    from uniprefill_jax.errors import CheckpointError as CheckpointError
+    from uniprefill_jax.errors import ConfigError as ConfigError
+    from uniprefill_jax.errors import InputError as InputError
+    from uniprefill_jax.errors import UniPrefillError as UniPrefillError
+    from uniprefill_jax.llm import LLM as LLM
+    from uniprefill_jax.results import Completion as Completion
+    from uniprefill_jax.results import PrefillResult as PrefillResult
+    from uniprefill_jax.sparsify.selection import score_blocks as score_blocks
+    from uniprefill_jax.sparsify.selection import select_tokens as select_tokens
+
+# Imported when first used, so that `import uniprefill_jax` costs no more than this file.
+_HOMES = {
+    "CheckpointError": "errors",
+    "Completion": "results",
+    "ConfigError": "errors",
+    "InputError": "errors",
+    "LLM": "llm",
+    "PrefillResult": "results",
+    "SamplingConfig": "config",
+    "UniPrefillConfig": "config",
+    "UniPrefillError": "errors",
+    "score_blocks": "sparsify.selection",
+    "select_tokens": "sparsify.selection",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module it lives in."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

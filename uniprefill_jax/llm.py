@@ -1,0 +1,333 @@
+"""The Python API: load a model, prefill ragged batches of prompts, generate."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert import load_parameters, open_checkpoint
+from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
+from uniprefill_jax.decode import DecodePlan
+from uniprefill_jax.errors import ConfigError, InputError
+from uniprefill_jax.models.causal_lm import CausalLM, ignored_tensors
+from uniprefill_jax.models.config import read_model_config
+from uniprefill_jax.models.parameters import initialise, parameter_specs, with_parameters
+from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
+from uniprefill_jax.programs import Programs, use_persistent_cache
+from uniprefill_jax.results import Completion, PrefillResult
+from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, request_bucket
+from uniprefill_jax.sparsify.cost import prefill_flops
+from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+from uniprefill_jax.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+CPU_ROW_CHUNK = 256
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class _PrefilledBatch:
+    """A batch on the device after its prefill, and what the host made of it."""
+
+    plan: PrefillPlan
+    output: PrefillOutput
+    results: list[PrefillResult]
+
+
+class LLM:
+    """A model ready to run on the default device.
+
+    Attributes:
+        config: the model's shape.
+        dtype: type of weights and activations.
+        tokenizer: text to tokens and back; None where the checkpoint has none.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        parameters: Callable[[CausalLM], dict[str, jax.Array]],
+        dtype: str,
+        tokenizer: Tokenizer | None = None,
+    ):
+        """Use `LLM.load` or `LLM.from_config`."""
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
+        use_persistent_cache()
+        self.config = read_model_config(config)
+        self.dtype = dtype
+        self.tokenizer = tokenizer
+        model = CausalLM(self.config, DTYPES[dtype])
+        self._programs = Programs(model, with_parameters(model, parameters(model)), DTYPES[dtype])
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        dtype: str = "bfloat16",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "LLM":
+        """Load a Hugging Face folder, a .gguf file, a converted (Orbax) folder, or a packaged model by its alias.
+
+        `progress` is called with bytes done and in all. Raises CheckpointError or ConfigError, one line each.
+        """
+        source = open_checkpoint(path)
+        config = read_model_config(source.config)
+
+        def parameters(model: CausalLM) -> dict[str, jax.Array]:
+            return load_parameters(
+                source,
+                parameter_specs(model),
+                dtype=DTYPES[dtype],
+                ignore=ignored_tensors(config),
+                progress=progress,
+            )
+
+        return cls(source.config, parameters, dtype, load_tokenizer(source))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], dtype: str = "bfloat16", seed: int = 0) -> "LLM":
+        """A model of the given config.json contents with random weights, for benchmarks and tests."""
+        return cls(config, lambda model: initialise(model, seed), dtype)
+
+    def prefill(self, prompts: Sequence[Prompt], config: UniPrefillConfig | None = None) -> list[PrefillResult]:
+        """Prefill a ragged batch of prompts (token ids, or text where there is a tokenizer); one result each.
+
+        Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt over the model's length.
+        """
+        return self._prefill([self._token_ids(prompt) for prompt in prompts], config or UniPrefillConfig()).results
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        config: UniPrefillConfig | None = None,
+        sampling: SamplingConfig | None = None,
+    ) -> list[Completion]:
+        """Prefill a ragged batch and decode until every request has ended; one completion each."""
+        sampling = sampling or SamplingConfig()
+        batch = self._prefill([self._token_ids(prompt) for prompt in prompts], config or UniPrefillConfig())
+        texts = [_GrowingText(self.tokenizer, sampling) for _ in prompts]
+        start = time.perf_counter()
+        for tokens in self._decode(batch, sampling):
+            for text, token in zip(texts, tokens, strict=True):
+                text.push(int(token))
+            if all(text.ended for text in texts):
+                break
+        seconds = time.perf_counter() - start
+        return [
+            Completion(text.token_ids, text.finish(), text.finish_reason, result, seconds)
+            for text, result in zip(texts, batch.results, strict=True)
+        ]
+
+    def stream(
+        self, prompt: Prompt, config: UniPrefillConfig | None = None, sampling: SamplingConfig | None = None
+    ) -> Iterator[tuple[int, str]]:
+        """Generate for one prompt, yielding (token id, new text) as soon as each token is known.
+
+        Text that may turn out to be part of a stop string is held back until it is settled.
+        """
+        sampling = sampling or SamplingConfig()
+        batch = self._prefill([self._token_ids(prompt)], config or UniPrefillConfig())
+        text = _GrowingText(self.tokenizer, sampling)
+        for tokens in self._decode(batch, sampling):
+            token = int(tokens[0])
+            yield token, text.push(token)
+            if text.ended:
+                return
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise InputError("this model has no tokenizer; pass token ids instead of text")
+        return self.tokenizer.encode(prompt)
+
+    def _check(self, prompts: list[list[int]]) -> None:
+        if not prompts:
+            raise InputError("no prompt given; pass at least one")
+        for number, prompt in enumerate(prompts):
+            if not prompt:
+                raise InputError(f"prompt {number} is empty; a prompt needs at least one token")
+            if len(prompt) > self.config.max_position:
+                raise InputError(
+                    f"prompt {number} has {len(prompt)} tokens, the model takes at most {self.config.max_position}; "
+                    "shorten it"
+                )
+            wrong = next((token for token in prompt if not 0 <= token < self.config.vocab_size), None)
+            if wrong is not None:
+                raise InputError(
+                    f"prompt {number} holds token id {wrong}, outside the vocabulary [0, {self.config.vocab_size}); "
+                    "was it made with another tokenizer?"
+                )
+
+    def _plan(self, lengths: Sequence[int], config: UniPrefillConfig) -> PrefillPlan:
+        num_rows = prompt_bucket(sum(lengths))
+        on_cpu = jax.default_backend() == "cpu"
+        return PrefillPlan(
+            model=self.config,
+            config=config,
+            drop_layers=resolve_drop_layers(config, self.config),
+            num_rows=num_rows,
+            num_requests=request_bucket(len(lengths)),
+            max_length=min(prompt_bucket(max(lengths)), num_rows),
+            # On a CPU loops of dynamic length are free: one rung, and row-wise work follows the kept rows chunk by chunk.
+            ladder=(num_rows,) if on_cpu else length_ladder(num_rows),
+            row_chunk=CPU_ROW_CHUNK if on_cpu else None,
+        )
+
+    def _prefill(self, prompts: list[list[int]], config: UniPrefillConfig) -> _PrefilledBatch:
+        self._check(prompts)
+        lengths = [len(prompt) for prompt in prompts]
+        plan = self._plan(lengths, config)
+        tokens = np.zeros(plan.num_rows, np.int32)
+        tokens[: sum(lengths)] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
+        cu_seqlens = np.full(plan.num_requests + 1, sum(lengths), np.int32)
+        cu_seqlens[: len(lengths) + 1] = np.cumsum([0, *lengths])
+        run, compile_seconds = self._programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
+        start = time.perf_counter()
+        output = jax.block_until_ready(run())
+        seconds = time.perf_counter() - start
+        host = jax.device_get(output._replace(caches={}))
+        results = [self._result(plan, host, request, seconds, compile_seconds) for request in range(len(prompts))]
+        return _PrefilledBatch(plan, output, results)
+
+    def _result(
+        self, plan: PrefillPlan, output: PrefillOutput, request: int, seconds: float, compile_seconds: float
+    ) -> PrefillResult:
+        """Everything about one request, from a batch's output on the host."""
+        spans = [(int(cu[request]), int(cu[request + 1])) for cu in output.segments.cu_seqlens]
+        positions = [row[start:stop] for row, (start, stop) in zip(output.segments.positions, spans, strict=True)]
+        lengths = [stop - start for start, stop in spans]
+        segment_of_layer = plan.segment_of_layer
+        mixers = [layer.mixer for layer in self.config.layers]
+        kv_lengths = [
+            0 if mixer == "linear" else lengths[segment]
+            for mixer, segment in zip(mixers, segment_of_layer, strict=True)
+        ]
+        block_mass, cut_margin, discarded = {}, {}, {}
+        for number, layer in enumerate(plan.drop_layers):
+            assert output.drops is not None
+            scored = lengths[segment_of_layer[layer]]
+            num_blocks = -(-scored // plan.config.block_size)
+            block_mass[layer] = output.drops.block_mass[number, request, :num_blocks]
+            cut_margin[layer] = float(output.drops.cut_margin[number, request])
+            discarded[layer] = float(output.drops.discarded_mass[number, request])
+        return PrefillResult(
+            logits=output.logits[request],
+            kept_positions={layer: positions[number + 1] for number, layer in enumerate(plan.drop_layers)},
+            block_mass=block_mass,
+            cut_margin=cut_margin,
+            kv_lengths=np.asarray(kv_lengths, np.int32),
+            segment_of_layer=segment_of_layer,
+            segment_lengths=tuple(lengths),
+            flop_fraction=self._flop_fraction(plan, positions),
+            discarded_mass=discarded,
+            seconds=seconds,
+            compile_seconds=compile_seconds,
+        )
+
+    def _flop_fraction(self, plan: PrefillPlan, positions: list[np.ndarray]) -> float:
+        if not plan.drop_layers:
+            return 1.0
+        model, meaning = self.config, plan.config.sliding_window
+        whole = positions[0]
+        # The feed-forward of a layer follows the layer's own drop, and the last one runs for one token.
+        after = [sum(drop <= layer for drop in plan.drop_layers) for layer in range(model.num_layers)]
+        rows = [len(positions[segment]) for segment in after[:-1]] + [1]
+        kept = prefill_flops(
+            model,
+            [positions[segment] for segment in plan.segment_of_layer],
+            rows,
+            window_meaning=meaning,
+            scoring=[
+                (min(plan.config.window_tokens, len(whole)), len(positions[plan.segment_of_layer[layer]]))
+                for layer in plan.drop_layers
+            ],
+        )
+        dense_rows = [len(whole)] * (model.num_layers - 1) + [1]
+        return kept / prefill_flops(model, [whole] * model.num_layers, dense_rows, window_meaning=meaning)
+
+    def _decode(self, batch: _PrefilledBatch, sampling: SamplingConfig) -> Iterator[np.ndarray]:
+        """Tokens of every request, step by step, until the limit of tokens or of positions is reached."""
+        num_requests = len(batch.results)
+        longest = max(result.segment_lengths[0] for result in batch.results)
+        # The token after the last position can still be drawn, it is just never fed back.
+        limit = min(sampling.max_tokens, self.config.max_position - longest + 1)
+        tokens, _ = self._programs.sample(batch.output.logits, sampling)
+        yield np.asarray(tokens)[:num_requests]
+        if limit == 1:
+            return
+        plan = DecodePlan.after(batch.plan, capacity=_capacity(limit - 1))
+        state, _ = self._programs.start_decode(plan, batch.output)
+        for _ in range(limit - 1):
+            (tokens, state), _ = self._programs.decode(
+                plan, sampling, batch.output.caches, batch.output.segments, state, tokens
+            )
+            yield np.asarray(tokens)[:num_requests]
+
+
+class _GrowingText:
+    """One request's tokens as they come, their text, and whether it has ended."""
+
+    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingConfig):
+        if sampling.stop and tokenizer is None:
+            raise InputError("stop strings need a tokenizer, and this model has none; use max_tokens instead")
+        self.sampling = sampling
+        self.token_ids: list[int] = []
+        self.ended = False
+        self.finish_reason = "length"
+        self._eos = () if tokenizer is None or sampling.ignore_eos else tokenizer.eos_token_ids
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._text = ""
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        """Take one more token; returns the text that is now certain."""
+        if self.ended:
+            return ""
+        self.token_ids.append(token)
+        if token in self._eos:
+            self._end("stop")
+        elif self._decoder is not None:
+            self._text += self._decoder.push(token)
+            stops = [at for at in (self._text.find(stop) for stop in self.sampling.stop) if at >= 0]
+            if stops:
+                self._text = self._text[: min(stops)]
+                self._end("stop")
+        if not self.ended and len(self.token_ids) == self.sampling.max_tokens:
+            self._end("length")
+        return self._settled()
+
+    def finish(self) -> str:
+        """The whole text."""
+        if not self.ended:
+            self._end("length")
+        return self._text
+
+    def _end(self, reason: str) -> None:
+        self.ended = True
+        self.finish_reason = reason
+        if self._decoder is not None and reason == "length":
+            self._text += self._decoder.finish()
+
+    def _settled(self) -> str:
+        """Text that was not handed out yet and cannot become part of a stop string."""
+        held = 0
+        if not self.ended:
+            for stop in self.sampling.stop:
+                overlaps = (size for size in range(1, len(stop)) if self._text.endswith(stop[:size]))
+                held = max([held, *overlaps])
+        settled = max(len(self._text) - held, self._shown)
+        new = self._text[self._shown : settled]
+        self._shown = settled
+        return new
+
+
+def _capacity(tokens: int) -> int:
+    """Room for generated tokens: a power of two, so that few step programs are compiled."""
+    return 1 << max(4, (tokens - 1).bit_length())

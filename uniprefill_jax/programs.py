@@ -1,0 +1,131 @@
+"""Compiled programs of one model: ahead-of-time compilation, kept by plan, with the compile time known apart."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
+from uniprefill_jax.decode import DecodePlan, DecodeState, decode_step, start_decode
+from uniprefill_jax.models.causal_lm import CausalLM
+from uniprefill_jax.prefill import LayerCaches, PrefillOutput, PrefillPlan, SegmentRows, prefill
+from uniprefill_jax.sampling import sample
+
+CACHE_FOLDER = Path("~/.cache/uniprefill-jax/compiled")
+
+
+def use_persistent_cache() -> None:
+    """Keep compiled programs on disk between processes, unless jax was already told where (or not) to."""
+    if jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
+        # XLA's CPU programs are tied to the exact processor and are quick to build: they stay in memory.
+        jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER.expanduser()))
+
+
+class Programs:
+    """Builds and keeps the programs of one model; every call returns (result of running, seconds spent compiling)."""
+
+    def __init__(self, model: CausalLM, parameters: nnx.State, dtype: jnp.dtype):
+        self.graph, _ = nnx.split(model)
+        self.parameters = parameters
+        # Float32 means float32: accelerators would otherwise multiply in tf32 or bfloat16.
+        self.precision = "highest" if dtype == jnp.float32 else "default"
+        self.compiled: dict[Any, Callable[..., Any]] = {}
+
+    def prefill(
+        self, plan: PrefillPlan, tokens: jax.Array, cu_seqlens: jax.Array
+    ) -> tuple[Callable[[], PrefillOutput], float]:
+        """A prefill ready to run on these inputs, and the time it took to compile."""
+        config = plan.config
+        arguments = (
+            self.parameters,
+            tokens,
+            cu_seqlens,
+            jnp.asarray(config.top_p, jnp.float32),
+            jnp.asarray(config.score_memory, jnp.float32),
+        )
+        key = _traced_out(plan)
+        program, seconds = self._program(key, partial(_prefill, self.graph, key), arguments)
+        return partial(program, *arguments), seconds
+
+    def start_decode(self, plan: DecodePlan, output: PrefillOutput) -> tuple[DecodeState, float]:
+        """Empty stores for the tokens to come."""
+        num_requests = output.logits.shape[0]
+        key = (plan, num_requests, jax.tree.map(jnp.shape, output.caches))
+        program, seconds = self._program(str(key), partial(_start_decode, plan, num_requests), (output.caches,))
+        return program(output.caches), seconds
+
+    def decode(
+        self,
+        plan: DecodePlan,
+        sampling: SamplingConfig,
+        caches: LayerCaches,
+        segments: SegmentRows,
+        state: DecodeState,
+        tokens: jax.Array,
+    ) -> tuple[tuple[jax.Array, DecodeState], float]:
+        """One step: the next tokens and the state after it. `state` is consumed."""
+        arguments = (self.parameters, caches, segments, state, tokens)
+        rule = _sampling_key(sampling)
+        key = str((plan, rule, jax.tree.map(jnp.shape, (caches, segments, tokens))))
+        program, seconds = self._program(key, partial(_decode, self.graph, plan, rule), arguments, donate=(3,))
+        return program(*arguments), seconds
+
+    def sample(self, logits: jax.Array, sampling: SamplingConfig) -> tuple[jax.Array, float]:
+        """The first token, from the prefill's logits."""
+        rule = _sampling_key(sampling)
+        program, seconds = self._program(str((rule, logits.shape)), partial(_sample_first, rule), (logits,))
+        return program(logits), seconds
+
+    def _program(
+        self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...], donate: tuple[int, ...] = ()
+    ) -> tuple[Callable[..., Any], float]:
+        if key in self.compiled:
+            return self.compiled[key], 0.0
+        start = time.perf_counter()
+        with jax.default_matmul_precision(self.precision):
+            program = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
+        self.compiled[key] = program
+        return program, time.perf_counter() - start
+
+
+def _prefill(graph: nnx.GraphDef, plan: PrefillPlan, parameters: nnx.State, *inputs: jax.Array) -> PrefillOutput:
+    return prefill(plan, nnx.merge(graph, parameters), *inputs)
+
+
+def _start_decode(plan: DecodePlan, num_requests: int, caches: LayerCaches) -> DecodeState:
+    return start_decode(plan, caches, num_requests)
+
+
+def _decode(
+    graph: nnx.GraphDef,
+    plan: DecodePlan,
+    sampling: SamplingConfig,
+    parameters: nnx.State,
+    caches: LayerCaches,
+    segments: SegmentRows,
+    state: DecodeState,
+    tokens: jax.Array,
+) -> tuple[jax.Array, DecodeState]:
+    logits, after = decode_step(plan, nnx.merge(graph, parameters), caches, segments, state, tokens)
+    return sample(logits, sampling, after.step), after
+
+
+def _sample_first(sampling: SamplingConfig, logits: jax.Array) -> jax.Array:
+    return sample(logits, sampling, jnp.zeros((), jnp.int32))
+
+
+def _sampling_key(sampling: SamplingConfig) -> SamplingConfig:
+    """The setting with everything that only the host reads set to one value."""
+    return replace(sampling, max_tokens=1, stop=(), ignore_eos=False)
+
+
+def _traced_out(plan: PrefillPlan) -> PrefillPlan:
+    """The plan with everything that is traced, or that a dense prefill does not read, set to one value."""
+    fixed = UniPrefillConfig(sliding_window=plan.config.sliding_window) if not plan.drop_layers else plan.config
+    return replace(plan, config=replace(fixed, top_p=0.5, score_memory=0.0, drop_layers="auto"))
