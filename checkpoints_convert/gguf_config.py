@@ -191,7 +191,8 @@ def _token_ids(values: dict[str, Any]) -> dict[str, Any]:
     for field, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if f"tokenizer.ggml.{key}" in values:
             ids[field] = values[f"tokenizer.ggml.{key}"]
-    ends = {values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")} - {None}
+    named = (values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    ends = {token_id for token_id in named if token_id is not None}
     tokens = zip(values.get("tokenizer.ggml.tokens", []), values.get("tokenizer.ggml.token_type", []), strict=False)
     ends.update(index for index, (token, kind) in enumerate(tokens) if kind == CONTROL and token in END_TOKENS)
     if ends:

@@ -123,7 +123,7 @@ def _read_part(source: CheckpointSource, spec: ParameterSpec, dtype: np.dtype, i
     part = np.empty([axis.stop - axis.start for axis in explicit], dtype)
     names = np.array(list(_tensor_names(spec)), dtype=object).reshape(spec.full_shape[:stacked])
     for position in np.ndindex(part.shape[:stacked]):
-        name = names[tuple(axis.start + offset for axis, offset in zip(explicit, position, strict=False))]
+        name = str(names[tuple(axis.start + offset for axis, offset in zip(explicit, position, strict=False))])
         tensor = source.read(name, file_index)
         part[position] = tensor.reshape(cut.view)[cut.index].transpose(spec.permutation)
     return part

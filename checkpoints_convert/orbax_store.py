@@ -95,6 +95,8 @@ class OrbaxSource(CheckpointSource):
                 args=ocp.args.PyTreeRestore({name: 0}, restore_args={name: arguments}, partial_restore=True),
             )[name]
         info = self.tensors[name]
+        if not isinstance(restored, np.ndarray | jax.Array):  # Orbax gives back what it did not find
+            raise CheckpointError(f"{self.path / _PARAMETERS}: has no array {name}, {MANIFEST_NAME} says so; {_AGAIN}")
         if restored.shape != info.shape or restored.dtype != info.dtype:
             raise CheckpointError(
                 f"{self.path}: {name} is {restored.dtype} {list(restored.shape)}, "
