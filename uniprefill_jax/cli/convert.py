@@ -1,5 +1,6 @@
 """`uniprefill convert`: a Hugging Face folder or GGUF file to an Orbax folder that loads without conversion."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -20,12 +21,14 @@ def convert(
 
     console = Console(stderr=True)
     columns = (TextColumn("Reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(source, total=None)
+    bar = Progress(*columns, console=console, transient=True)
+    task = bar.add_task(source, total=None)
+    # Off a terminal the bar would leave an empty line behind, even before an error.
+    with bar if console.is_terminal else nullcontext():
         convert_checkpoint(
             source,
             destination,
             resolve_dtype(dtype),
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     console.print(f"Wrote {destination}", highlight=False)

@@ -52,7 +52,8 @@ def _compare(
     with step("Reading the document"):
         prompt = build_prompt(llm.tokenizer, depth)
     length = len(prompt.token_ids)
-    console.print(f"  A prompt of {length:,} tokens, the fact at token {prompt.fact_position:,}. {QUESTION}")
+    console.print(f"  A prompt of {length:,} tokens, with a number planted at token {prompt.fact_position:,}.")
+    console.print(f"  {QUESTION}", style="italic")
     comparison = compare(llm, prompt.token_ids, config, runs=runs, max_tokens=max_tokens, step=step)
     print_comparison(console, comparison, prompt.fact_position)
     if json is not None:

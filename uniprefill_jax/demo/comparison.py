@@ -81,13 +81,13 @@ class Comparison:
 def compare(
     llm: LLM, token_ids: list[int], config: UniPrefillConfig, *, runs: int, max_tokens: int, step: Step
 ) -> Comparison:
-    """Answer the prompt dense and with `config`, then time both prefills in turns, so that both see the same load.
+    """Answer the prompt dense and with `config`, and time both prefills in turns, so that both see the same load.
 
     Args:
         llm: the loaded model.
         token_ids: the prompt.
         config: UniPrefill's setting.
-        runs: measured prefills of each method.
+        runs: measured prefills of each method, that of the answer included.
         max_tokens: most tokens of an answer.
         step: names what is going on, as a context manager.
     """
@@ -96,8 +96,9 @@ def compare(
     for method, setting in (("dense", UniPrefillConfig.dense()), ("uniprefill", config)):
         with step(f"Compiling and answering, {method}"):
             completion = llm.generate([token_ids], setting, sampling)[0]
-        answered.append((MethodRun(method, completion.text.strip(), completion.prefill), setting))
-    for number in range(runs):
+        run = MethodRun(method, completion.text.strip(), completion.prefill, [completion.prefill.seconds])
+        answered.append((run, setting))
+    for number in range(1, runs):
         for run, setting in answered:
             with step(f"Timing {run.method}, {number + 1} of {runs}"):
                 run.seconds.append(llm.prefill([token_ids], setting)[0].seconds)
