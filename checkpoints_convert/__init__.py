@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints_convert.convert import convert as convert
+    from checkpoints_convert.conversion import convert as convert
     from checkpoints_convert.load import check_coverage as check_coverage
     from checkpoints_convert.load import load_parameters as load_parameters
     from checkpoints_convert.opening import open_checkpoint as open_checkpoint
@@ -20,13 +20,23 @@ _HOMES = {
     "CheckpointSource": "source",
     "TensorInfo": "source",
     "check_coverage": "load",
-    "convert": "convert",
+    "convert": "conversion",
     "find_packaged": "packaged",
     "load_parameters": "load",
     "open_checkpoint": "opening",
     "save_orbax": "orbax_store",
 }
-__all__ = list(_HOMES)
+__all__ = [
+    "PACKAGED_MODELS",
+    "CheckpointSource",
+    "TensorInfo",
+    "check_coverage",
+    "convert",
+    "find_packaged",
+    "load_parameters",
+    "open_checkpoint",
+    "save_orbax",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,5 +44,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value  # `convert` is also a module's name: from now on the function
+    globals()[name] = value
     return value

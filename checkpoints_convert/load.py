@@ -106,10 +106,10 @@ def _assemble(source: CheckpointSource, spec: ParameterSpec, dtype: np.dtype, pl
         return jax.device_put(_read_part(source, spec, dtype, ()))
     made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
-    def read_shard(index: Index) -> np.ndarray:
+    def read_shard(index: Index | None) -> np.ndarray:
         key = tuple((part.start, part.stop) for part in normalise_index(index, spec.full_shape))
         if key not in made:  # replicas ask for the same part again
-            made[key] = _read_part(source, spec, dtype, index)
+            made[key] = _read_part(source, spec, dtype, index or ())
         return made[key]
 
     return jax.make_array_from_callback(spec.full_shape, placement, read_shard)
