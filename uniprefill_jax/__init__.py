@@ -1,4 +1,4 @@
-"""UniPrefill in JAX: prefill that drops the prompt tokens the last queries do not need. The public API, nothing else."""
+"""UniPrefill in JAX: prefill without the prompt tokens that the last queries do not need. Public API, nothing else."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -18,8 +18,8 @@ class UniPrefillConfig:
         sink_tokens: first tokens of a prompt that always stay (A), a multiple of `block_size` or 0.
         window_tokens: last tokens of a prompt that score it and always stay (n).
         drop_layers: full-attention layers after which tokens leave, or "auto" (by family and depth), or () for none.
-        dropped_tokens: "discard" drops for good; "carry" lets dropped tokens skip ahead to the next drop layer, where all
-            tokens are scored again (paper Eq. 8).
+        dropped_tokens: "discard" drops for good; "carry" lets dropped tokens skip ahead to the next drop layer, where
+            all tokens are scored again (paper Eq. 8).
         sliding_window: "position" measures windows in original positions, "kept" in kept tokens (as the authors' code).
         cut: "crossing" keeps the block in which the mass passes top_p (paper Eq. 5), "below" drops it.
         score: "mean" of the window's attention over heads and rows, or its "peak".

@@ -1,7 +1,7 @@
 """One decode step of a batch: attention over what the prefill kept plus the tokens generated so far, recurrent steps.
 
-Prompt rows stay packed as the prefill left them, one length per request and segment; generated tokens have a store of their
-own, so a prompt's cache is never copied or padded. Positions go on from the prompt's full length (paper Eq. 17).
+Prompt rows stay packed as the prefill left them, one length per request and segment; generated tokens have a store of
+their own, so a prompt's cache is never copied or padded. Positions go on from the prompt's full length (paper Eq. 17).
 """
 
 from dataclasses import dataclass

@@ -175,7 +175,7 @@ class LLM:
             num_rows=num_rows,
             num_requests=request_bucket(len(lengths)),
             max_length=min(prompt_bucket(max(lengths)), num_rows),
-            # On a CPU loops of dynamic length are free: one rung, and row-wise work follows the kept rows chunk by chunk.
+            # On a CPU loops of dynamic length are free: one rung, and row-wise work follows the kept rows in chunks.
             ladder=(num_rows,) if on_cpu else length_ladder(num_rows),
             row_chunk=CPU_ROW_CHUNK if on_cpu else None,
         )
@@ -218,7 +218,7 @@ class LLM:
             cut_margin[layer] = float(output.drops.cut_margin[number, request])
             discarded[layer] = float(output.drops.discarded_mass[number, request])
         return PrefillResult(
-            logits=output.logits[request],
+            logits=np.asarray(output.logits[request]),
             kept_positions={layer: positions[number + 1] for number, layer in enumerate(plan.drop_layers)},
             block_mass=block_mass,
             cut_margin=cut_margin,

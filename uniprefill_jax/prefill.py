@@ -1,9 +1,9 @@
 """The fused prefill: all layers, all drops and the last token's logits of a ragged batch in one jit, no host read.
 
-Layers are grouped into segments. A segment after a drop begins with the drop layer's feed-forward and ends with the mixer of
-the next drop layer (or of the last layer): tokens leave between attention and feed-forward. How many tokens are left is known
-on the device only, so such a segment is a `lax.switch` over a ladder of static lengths; segments of one shape share a scan and
-compile once per rung.
+Layers are grouped into segments. A segment after a drop begins with the drop layer's feed-forward and ends with the
+mixer of the next drop layer (or of the last layer): tokens leave between attention and feed-forward. How many tokens
+are left is known on the device only, so such a segment is a `lax.switch` over a ladder of static lengths; segments of
+one shape share a scan and compile once per rung.
 """
 
 from collections.abc import Callable
@@ -223,7 +223,7 @@ class _Prefill:
         state: _SegmentState,
         bounds: Int32[Array, "3"],
     ) -> tuple[_SegmentState, tuple[SegmentRows, DropReport]]:
-        """One drop, then the layers up to the next. `bounds` is (drop layer, last layer, whether scores are carried)."""
+        """One drop, then the layers up to the next. `bounds`: drop layer, last layer, whether scores are carried."""
         plan, kind = self.plan, self.kinds[example.drop]
         drop_layer, last_layer, has_memory = bounds[0], bounds[1], bounds[2]
         cache = state.caches[kind]

@@ -1,6 +1,5 @@
 """`uniprefill convert`: a Hugging Face folder or GGUF file to an Orbax folder that loads without conversion."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -21,10 +20,9 @@ def convert(
 
     console = Console(stderr=True)
     columns = (TextColumn("Reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task(source, total=None)
     # Off a terminal the bar would leave an empty line behind, even before an error.
-    with bar if console.is_terminal else nullcontext():
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(source, total=None)
         convert_checkpoint(
             source,
             destination,

@@ -49,8 +49,8 @@ class AttentionStep:
 class Attention(nnx.Module):
     """Projections, norms, rotary embedding and the attention itself.
 
-    `gated` (Qwen3-Next): the query projection yields [query, gate] interleaved per head, and sigmoid(gate) multiplies the
-    output. `qk_norm` (Gemma-3, Qwen3-Next): zero-centred norms over each head of queries and keys.
+    `gated` (Qwen3-Next): the query projection yields [query, gate] interleaved per head, and sigmoid(gate) multiplies
+    the output. `qk_norm` (Gemma-3, Qwen3-Next): zero-centred norms over each head of queries and keys.
     """
 
     def __init__(

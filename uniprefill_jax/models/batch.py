@@ -1,8 +1,8 @@
 """Ragged batches: requests packed along one token axis, and what the token mixers need to know about them.
 
-Row i of the packed axis sees rows [row_start[i], i]: the start of its request, or of its sliding window. That one integer
-per row covers causal order, request boundaries and windows, before and after tokens were dropped, because kept rows stay in
-order of position.
+Row i of the packed axis sees rows [row_start[i], i]: the start of its request, or of its sliding window. That one
+integer per row covers causal order, request boundaries and windows, before and after tokens were dropped, because kept
+rows stay in order of position.
 """
 
 import math
@@ -54,8 +54,8 @@ class PackedRows:
     def map_rows(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """Apply a function of rows to (pytrees of) packed arrays, chunk by chunk over the real rows; the rest is zero.
 
-        With one chunk the function sees all rows at once. Otherwise the number of chunks follows the device's row count:
-        padding costs nothing, and intermediate results are as small as a chunk.
+        With one chunk the function sees all rows at once. Otherwise the number of chunks follows the device's row
+        count: padding costs nothing, and intermediate results are as small as a chunk.
         """
         num_rows, chunk = self.positions.shape[0], self.rules.row_chunk
         if chunk is None or num_rows <= chunk:
@@ -147,7 +147,7 @@ def _first_row_at(
     high: Int32[Array, " T"],
     wanted: Int32[Array, " T"],
 ) -> Int32[Array, " T"]:
-    """For each row, the first index in [low, high] whose position is at least `wanted` (positions rise within the range)."""
+    """For each row, the first index in [low, high] whose position is at least `wanted` (positions rise there)."""
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

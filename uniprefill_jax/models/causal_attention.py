@@ -1,7 +1,7 @@
 """Causal attention over packed rows: row i sees rows [row_start[i], i]; starts never fall along the axis.
 
-One function serves full attention, sliding windows and ragged batches, before and after a drop. Tiles that no row of a query
-block sees are skipped, tiles that every row sees whole are not masked.
+One function serves full attention, sliding windows and ragged batches, before and after a drop. Tiles that no row of a
+query block sees are skipped, tiles that every row sees whole are not masked.
 """
 
 import math

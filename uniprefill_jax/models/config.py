@@ -322,7 +322,7 @@ def _read_layers(
     layer_types = fields.get("layer_types", default_types)
     if len(layer_types) != num_layers:
         raise ConfigError(
-            f"config.json: layer_types lists {len(layer_types)} layers, num_hidden_layers is {num_layers}; they must agree"
+            f"config.json: layer_types lists {len(layer_types)} layers, but num_hidden_layers is {num_layers}"
         )
     for layer_type in layer_types:
         if layer_type not in specs:

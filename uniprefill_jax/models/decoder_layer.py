@@ -44,7 +44,7 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B D"], view: AttentionStep | RecurrentCache
     ) -> tuple[Float[Array, "B D"], AttentionCache | RecurrentCache]:
         """The mixer sub-layer of one decode step: new hidden states and what the layer keeps."""
-        output, kept = self.mixer.step(self.input_norm(x), view)
+        output, kept = self.mixer.step(self.input_norm(x), view)  # pyright: ignore[reportArgumentType]
         return self._add_mixed(x, output), kept
 
     def transform(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:

@@ -1,9 +1,9 @@
 """Gated DeltaNet (Qwen3-Next): a width-4 causal convolution, then the gated delta rule, in chunks of 64 rows.
 
-Per value head, with decay a_t = exp(g_t), key k_t, value v_t, strength beta_t and state S (key_dim x value_dim, float32):
+Per value head, with decay a_t = exp(g_t), key k_t, value v_t, strength beta_t, float32 state S [key_dim, value_dim]:
     S_t = a_t S_{t-1} + k_t (beta_t (v_t - (a_t S_{t-1})^T k_t))^T        o_t = S_t^T q_t
-Requests are laid out in whole chunks of their own, so a state never crosses from one request to the next; the rows that fill
-a chunk up have beta = 0 and g = 0 and leave the state as it is.
+Requests are laid out in whole chunks of their own, so a state never crosses from one request to the next; the rows
+that fill a chunk up have beta = 0 and g = 0 and leave the state as it is.
 """
 
 from collections.abc import Callable
@@ -115,7 +115,7 @@ class GatedDeltaNet(nnx.Module):
         return mixed, gate, log_decay, strength
 
     def _split(self, convolved: Float[Array, "T channels"]) -> tuple[Array, Array, Array]:
-        """Normalised queries and keys [T, Hv, dk] (repeated for the value heads of a group) and values [T, Hv, dv], float32."""
+        """Unit queries and keys [T, Hv, dk] (repeated for a group's value heads) and values [T, Hv, dv], float32."""
         shape = self.shape
         ratio = shape.num_value_heads // shape.num_key_heads
         key_dim = shape.num_key_heads * shape.key_head_dim

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-Carry = TypeVar("Carry")
 LayerIndex = Int32[Array, ""] | int
 
 
@@ -64,7 +62,7 @@ def group_layers(kinds: Sequence[str]) -> Grouping:
     return tuple(grouping)
 
 
-def loop_layers(
+def loop_layers[Carry](
     grouping: Grouping,
     first: LayerIndex,
     body: Callable[[str, LayerIndex, Carry], Carry],
@@ -76,17 +74,16 @@ def loop_layers(
         if isinstance(item, LayerRun):
             carry = loop_run(item.kind, layer, item.count, body, carry)
         else:
-            span = item.num_layers // item.count
 
             def repeat(number: LayerIndex, carry: Carry, start: LayerIndex = layer, item: LayerLoop = item) -> Carry:
-                return loop_layers(item.body, start + number * span, body, carry)
+                return loop_layers(item.body, start + number * (item.num_layers // item.count), body, carry)
 
             carry = jax.lax.fori_loop(0, item.count, repeat, carry)
         layer = layer + item.num_layers
     return carry
 
 
-def loop_run(
+def loop_run[Carry](
     kind: str,
     first: LayerIndex,
     count: LayerIndex,

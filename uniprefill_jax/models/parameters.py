@@ -100,7 +100,8 @@ class ParameterScope:
     ) -> nnx.Param:
         """Declare one parameter; by default the file holds the same array in the same order.
 
-        `permutation` takes the axes of the file's view to `shape`; `file_shape` is given where the file flattens that view.
+        `permutation` takes the axes of the file's view to `shape`; `file_shape` is given where the file flattens that
+        view.
         """
         shape = tuple(shape)
         permutation = tuple(range(len(shape)) if permutation is None else permutation)

@@ -13,8 +13,8 @@ from uniprefill_jax.models.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig) -> np.ndarray:
     """Inverse frequency of each turned pair, float32 [rotary_dim / 2], length scaling applied."""
     exponent = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
-    # Far from the start one unit in the last place turns an angle by milliradians: the power is rounded to float32 first and
-    # inverted there, as the models were trained.
+    # Far from the start one unit in the last place turns an angle by milliradians: the power is rounded to float32
+    # first and inverted there, as the models were trained.
     powers = np.power(np.float64(rope.theta), exponent.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1.0) / powers
     if rope.scaling == "linear":

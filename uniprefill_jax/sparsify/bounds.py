@@ -2,11 +2,11 @@
 
 If dropped tokens carry mass m of one softmax row, and the kept weights are renormalised, the row's output moves by
     |sum_kept w_j v_j / (1 - m) - sum_all w_j v_j| <= m V_max + m V_max = 2 m V_max,
-with V_max the largest value norm in play: the kept part grows by the factor 1 / (1 - m), which adds mass m, and the dropped
-part is lost, mass m. The paper writes (1 - p) V_max for the unnormalised form.
+with V_max the largest value norm in play: the kept part grows by the factor 1 / (1 - m), which adds mass m, and the
+dropped part is lost, mass m. The paper writes (1 - p) V_max for the unnormalised form.
 
-The cut is made on the mass averaged over heads and window rows, so m <= 1 - p is certain for that average only, not for each
-row; rows before the window are not bounded at all.
+The cut is made on the mass averaged over heads and window rows, so m <= 1 - p is certain for that average only, not
+for each row; rows before the window are not bounded at all.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Static lengths for dynamic token counts: buckets for prompts, a ladder of lengths for what is left after drops.
 
-Every array under jit has a static length. A prompt batch is padded to a bucket (eight per octave, so that padding is 4% on
-average); after a drop the next segment runs at the shortest rung of the ladder that holds the kept tokens.
+Every array under jit has a static length. A prompt batch is padded to a bucket (eight per octave, so that padding is
+4% on average); after a drop the next segment runs at the shortest rung of the ladder that holds the kept tokens.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The cost model (paper Eq. 11): floating-point operations of one request's prefill, dense and with tokens dropped.
 
-Counted: projections, attention pairs, feed-forward or experts, recurrence, scoring. Not counted: norms, rotary embedding,
-softmax, embedding look-up. The last feed-forward and the output head run for one token.
+Counted: projections, attention pairs, feed-forward or experts, recurrence, scoring. Not counted: norms, rotary
+embedding, softmax, embedding look-up. The last feed-forward and the output head run for one token.
 """
 
 from collections.abc import Sequence

@@ -27,8 +27,8 @@ def resolve_drop_layers(config: UniPrefillConfig, model: ModelConfig) -> tuple[i
 def auto_drop_layers(model: ModelConfig) -> tuple[int, ...]:
     """Published drop layers where the paper has them, the same spacing at other depths (notes: algorithm, Defaults).
 
-    Llama (32 layers): every fourth layer from 7 to 27. Gemma-3-12B (48): the full-attention layers of the middle third of
-    depth, 29, 35, 41. Qwen3-Next (48): every full-attention layer but the first and the last, 7 to 43.
+    Llama (32 layers): every fourth layer from 7 to 27. Gemma-3-12B (48): the full-attention layers of the middle third
+    of depth, 29, 35, 41. Qwen3-Next (48): every full-attention layer but the first and the last, 7 to 43.
     """
     full = model.full_attention_layers[:-1]
     if model.family == "llama":

@@ -35,8 +35,8 @@ def score_blocks(
         raise InputError(f"score_blocks: score is {score!r}; use 'mean' or 'peak'")
     if queries.ndim != 3 or keys.ndim != 3 or queries.shape[2] != keys.shape[2] or queries.shape[1] % keys.shape[1]:
         raise InputError(
-            f"score_blocks: queries {queries.shape} and keys {keys.shape} do not fit; use [n, H, d] and [T, KV, d] with "
-            "H a multiple of KV"
+            f"score_blocks: queries {queries.shape} and keys {keys.shape} do not fit; use [n, H, d] and "
+            "[T, KV, d] with H a multiple of KV"
         )
     if not 1 <= length <= keys.shape[0]:
         raise InputError(f"score_blocks: length is {length}; use 1 to the number of keys, {keys.shape[0]}")
@@ -63,8 +63,8 @@ def select_tokens(
     num_blocks = -(-length // config.block_size)
     if length < 1 or block_mass.ndim != 1 or block_mass.shape[0] < num_blocks:
         raise InputError(
-            f"select_tokens: {block_mass.shape} block scores for {length} tokens; {num_blocks} are needed for blocks of "
-            f"{config.block_size}"
+            f"select_tokens: {block_mass.shape} block scores for {length} tokens; {num_blocks} are "
+            f"needed for blocks of {config.block_size}"
         )
     selection = top_p_select(
         jnp.asarray(block_mass, jnp.float32)[None, :num_blocks],
