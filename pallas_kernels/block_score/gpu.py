@@ -12,7 +12,6 @@ padding.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -22,11 +21,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.block_score.combine import LOG2_E, align_requests, combine
+
 ALIGNMENT = 8  # rows; a TMA copy into the tiled layout that wgmma reads starts at a multiple of this
 ROWS = 64  # query rows of one warpgroup's wgmma
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 SHARED_MEMORY = 227 * 1024
-LOG2_E = math.log2(math.e)
 
 
 class Tiling(NamedTuple):
@@ -93,7 +93,7 @@ def block_score_mosaic_gpu(
     programs = heads * (window + padding) // (ROWS * tiling.row_tiles)
     wanted = max(1, min(tiling.waves * MULTIPROCESSORS // programs, -(-rows // tiling.keys)))
     if batch > 1 or rows % ALIGNMENT:
-        keys, starts = _align_requests(keys, cu_seqlens)
+        keys, starts = align_requests(keys, cu_seqlens, ALIGNMENT)
     else:
         starts = cu_seqlens[:-1]
     spans = _cut_spans(cu_seqlens, starts, wanted, tiling.keys, block_size)
@@ -101,29 +101,21 @@ def block_score_mosaic_gpu(
     block_lse, span_lse = _block_log_sum_exp(
         queries, keys, spans, window=window, block_slots=block_slots, block_size=block_size, scale=scale, tiling=tiling
     )
-    return _combine(
-        block_lse[:, :, :window], span_lse[:, :, :window], spans, cu_seqlens, row_log_sum_exp, num_blocks, block_size
+    blocks = (jnp.diff(cu_seqlens) + block_size - 1) // block_size
+    return combine(
+        block_lse[:, :, :window],
+        span_lse[:, :, :window],
+        spans[:, REQUEST],
+        jnp.cumsum(blocks, dtype=jnp.int32) - blocks,
+        cu_seqlens,
+        row_log_sum_exp,
+        num_blocks=num_blocks,
+        block_size=block_size,
     )
 
 
 # Columns of the span table.
 REQUEST, FIRST_ROW, FIRST_KEY, KEYS, FIRST_BLOCK, LENGTH, COLUMNS = 0, 1, 2, 3, 4, 5, 8
-
-
-def _align_requests(
-    keys: Float[Array, "T KV d"], cu_seqlens: Int32[Array, "B+1"]
-) -> tuple[Float[Array, "aligned KV d"], Int32[Array, " B"]]:
-    """Keys with every request moved to a multiple of ALIGNMENT rows, and where each now starts; gaps hold anything."""
-    batch = cu_seqlens.shape[0] - 1
-    rows = keys.shape[0]
-    lengths = jnp.diff(cu_seqlens)
-    ends = jnp.cumsum((lengths + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT, dtype=jnp.int32)
-    starts = jnp.pad(ends[:-1], (1, 0))
-    aligned = -(-rows // ALIGNMENT) * ALIGNMENT + batch * ALIGNMENT
-    row = jnp.arange(aligned, dtype=jnp.int32)
-    owner = jnp.minimum((row[:, None] >= ends[None, :]).sum(-1, dtype=jnp.int32), batch - 1)
-    source = row + (cu_seqlens[:-1] - starts)[owner]
-    return jnp.take(keys, source, axis=0, mode="clip"), starts
 
 
 def _cut_spans(
@@ -288,34 +280,9 @@ def _block_log_sum_exp(queries, keys, spans, *, window, block_slots, block_size,
 
 
 def _consumer_registers(row_tiles: int) -> int:
-    """Registers per thread of a consumer once the producer warpgroup has given up all but 24."""
-    return min(240, (65536 // 128 - 24) // row_tiles // 8 * 8)
+    """Registers per thread of a consumer once the producer warpgroup has given up all but 24.
 
-
-def _combine(block_lse, span_lse, spans, cu_seqlens, row_log_sum_exp, num_blocks, block_size):
-    """Mass and peak per block from log2-sum-exps: a row's own first, then its share of each block."""
-    slots, heads, window = block_lse.shape
-    batch = cu_seqlens.shape[0] - 1
-    lengths = jnp.diff(cu_seqlens)
-    blocks = (lengths + block_size - 1) // block_size
-    block_end = jnp.cumsum(blocks, dtype=jnp.int32)
-    if row_log_sum_exp is None:
-        mine = spans[None, :, REQUEST] == jnp.arange(batch, dtype=jnp.int32)[:, None]
-        values = jnp.where(mine[:, :, None, None], span_lse[None], -jnp.inf)
-        top = values.max(1)
-        top = jnp.where(top == -jnp.inf, 0.0, top)
-        row_lse = top + jnp.log2(jnp.exp2(values - top[:, None]).sum(1))
-    else:
-        row_lse = row_log_sum_exp.astype(jnp.float32).swapaxes(1, 2) * LOG2_E
-    valid = jnp.arange(window, dtype=jnp.int32)[None, :] >= window - lengths[:, None]
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    owner = (slot[:, None] >= block_end[None, :]).sum(-1, dtype=jnp.int32)
-    used = owner < batch
-    owner = jnp.minimum(owner, batch - 1)
-    keep = used[:, None, None] & valid[owner][:, None, :]
-    probability = jnp.where(keep, jnp.exp2(block_lse - row_lse[owner]), 0.0)
-    mass, peak = probability.sum((1, 2)), probability.max((1, 2))
-    place = jnp.arange(num_blocks, dtype=jnp.int32)[None, :]
-    source = jnp.minimum((block_end - blocks)[:, None] + place, slots - 1)
-    exists = place < blocks[:, None]
-    return jnp.where(exists, mass[source], 0.0), jnp.where(exists, peak[source], 0.0)
+    What can be shared out is what the program was launched with: the register file over its threads, in eights.
+    """
+    launched = min(65536 // (128 * (row_tiles + 1)) // 8 * 8, 240)
+    return min(240, (launched * (row_tiles + 1) - 24) // row_tiles // 8 * 8)
