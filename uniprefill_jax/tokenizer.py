@@ -46,10 +46,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens spelled out in it are recognised."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        # Without `verbose` transformers warns of long texts; whether a prompt fits is for the model to say.
+        return self._backend.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; InputError for an id outside the vocabulary."""
+        """Text of token ids; ids beyond the vocabulary (a model may have such rows) have none. InputError below 0."""
         ids = [int(token_id) for token_id in ids]
         for token_id in ids:
             if token_id < 0:

@@ -209,6 +209,15 @@ def test_damaged_tokenizer_files(folder: Path):
     assert load_tokenizer(open_checkpoint(folder)) is None
 
 
+def test_long_texts_are_encoded_in_silence(tiny: dict[str, Tokenizer], capfd: pytest.CaptureFixture[str]):
+    assert len(tiny["bytes"].encode("ba" * 1000)) > LLAMA_CONFIG["max_position_embeddings"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(tiny: dict[str, Tokenizer]):
+    assert tiny["bytes"].decode([3, 100_000, 4]) == tiny["bytes"].decode([3, 4])
+
+
 def test_negative_ids_are_refused(tiny: dict[str, Tokenizer]):
     with pytest.raises(InputError, match="token id -1 is negative"):
         tiny["bytes"].decode([-1])
