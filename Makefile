@@ -60,7 +60,7 @@ lock: $(STAMPS)/development
 	$(call pip_compile,lock-dev.txt,--extra dev,requirements/lock.txt)
 
 pip_compile = $(PYTHON_IN_VENV) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
-	--no-header --no-annotate --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
+	--no-header --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
 	--build-deps-for editable $(2) -c $(3) -o requirements/$(1) pyproject.toml
 
 clean:
