@@ -8,6 +8,7 @@ folder/
 """
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -89,7 +90,11 @@ class OrbaxSource(CheckpointSource):
         import orbax.checkpoint as ocp
 
         self._verify()
-        with _damage_named(self.path), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with (
+            _damage_named(self.path),
+            _quiet_threads(),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
             restored = checkpointer.restore(
                 self.path.absolute() / _PARAMETERS,
                 args=ocp.args.PyTreeRestore({name: 0}, restore_args={name: arguments}, partial_restore=True),
@@ -165,11 +170,14 @@ def save_orbax(
     dst = Path(dst).absolute()
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(array.nbytes for array in parameters.values()), shutil.disk_usage(dst.parent).free
+        if needed > free:  # before the first byte: Orbax's writers do not stop cleanly on a full disk
+            raise CheckpointError(f"{dst}: needs up to {needed} bytes, {free} are free; choose another folder")
         working = Path(tempfile.mkdtemp(prefix=f".{dst.name}.", dir=dst.parent))
     except OSError as error:
         raise CheckpointError(f"{dst}: cannot be written ({one_line(error)}); choose another folder") from None
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with _quiet_threads(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save(working / _PARAMETERS, args=ocp.args.PyTreeSave(dict(parameters)))
         if tokenizer is not None:
             tokenizer.save(working)
@@ -178,9 +186,8 @@ def save_orbax(
         working.chmod(0o755)  # mkdtemp makes it private
         os.rename(working, dst)
     except (OSError, ValueError) as error:  # tensorstore reports a full disk as ValueError
-        raise CheckpointError(
-            f"{dst}: cannot be written ({one_line(error)}); free space or choose another folder"
-        ) from None
+        reason = "no space left on the device" if "No space left" in str(error) else one_line(error)
+        raise CheckpointError(f"{dst}: cannot be written ({reason}); choose another folder") from None
     finally:
         shutil.rmtree(working, ignore_errors=True)
 
@@ -211,6 +218,18 @@ def _checksum(file: Path) -> int:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _quiet_threads() -> Iterator[None]:
+    """Orbax's threads log a traceback of every exception that they then hand on."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Orbax folders: what comes back is what was saved, bit for bit, and damage or failure is one clear line."""
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -166,6 +167,26 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         save_orbax(tmp_path / "out", PARAMETERS, CONFIG, FailingTokenizer(KeyboardInterrupt()))
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
+def test_a_disk_that_takes_no_more(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # writing past it fails, as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written") as caught:
+            save_orbax(tmp_path / "out", {"lm_head": PARAMETERS["lm_head"]}, CONFIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_full_disk_is_noticed_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(CheckpointError, match="needs up to .* bytes, 1000 are free"):
+        save_orbax(tmp_path / "out", PARAMETERS, CONFIG)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten(tmp_path: Path):
