@@ -20,13 +20,10 @@ from uniprefill_jax.models.parameters import initialise, parameter_specs, with_p
 from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
-from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, request_bucket
-from uniprefill_jax.sparsify.cost import prefill_flops
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 from uniprefill_jax.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
-CPU_ROW_CHUNK = 256
 Prompt = str | Sequence[int]
 
 
@@ -165,25 +162,12 @@ class LLM:
                     "was it made with another tokenizer?"
                 )
 
-    def _plan(self, lengths: Sequence[int], config: UniPrefillConfig) -> PrefillPlan:
-        num_rows = prompt_bucket(sum(lengths))
-        on_cpu = jax.default_backend() == "cpu"
-        return PrefillPlan(
-            model=self.config,
-            config=config,
-            drop_layers=resolve_drop_layers(config, self.config),
-            num_rows=num_rows,
-            num_requests=request_bucket(len(lengths)),
-            max_length=min(prompt_bucket(max(lengths)), num_rows),
-            # On a CPU loops of dynamic length are free: one rung, and row-wise work follows the kept rows in chunks.
-            ladder=(num_rows,) if on_cpu else length_ladder(num_rows),
-            row_chunk=CPU_ROW_CHUNK if on_cpu else None,
-        )
-
     def _prefill(self, prompts: list[list[int]], config: UniPrefillConfig) -> _PrefilledBatch:
         self._check(prompts)
         lengths = [len(prompt) for prompt in prompts]
-        plan = self._plan(lengths, config)
+        plan = PrefillPlan.for_batch(
+            self.config, config, resolve_drop_layers(config, self.config), lengths, DTYPES[self.dtype]
+        )
         tokens = np.zeros(plan.num_rows, np.int32)
         tokens[: sum(lengths)] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
         cu_seqlens = np.full(plan.num_requests + 1, sum(lengths), np.int32)
@@ -225,32 +209,11 @@ class LLM:
             kv_lengths=np.asarray(kv_lengths, np.int32),
             segment_of_layer=segment_of_layer,
             segment_lengths=tuple(lengths),
-            flop_fraction=self._flop_fraction(plan, positions),
+            flop_fraction=plan.flops(positions) / plan.dense_flops(positions[0]),
             discarded_mass=discarded,
             seconds=seconds,
             compile_seconds=compile_seconds,
         )
-
-    def _flop_fraction(self, plan: PrefillPlan, positions: list[np.ndarray]) -> float:
-        if not plan.drop_layers:
-            return 1.0
-        model, meaning = self.config, plan.config.sliding_window
-        whole = positions[0]
-        # The feed-forward of a layer follows the layer's own drop, and the last one runs for one token.
-        after = [sum(drop <= layer for drop in plan.drop_layers) for layer in range(model.num_layers)]
-        rows = [len(positions[segment]) for segment in after[:-1]] + [1]
-        kept = prefill_flops(
-            model,
-            [positions[segment] for segment in plan.segment_of_layer],
-            rows,
-            window_meaning=meaning,
-            scoring=[
-                (min(plan.config.window_tokens, len(whole)), len(positions[plan.segment_of_layer[layer]]))
-                for layer in plan.drop_layers
-            ],
-        )
-        dense_rows = [len(whole)] * (model.num_layers - 1) + [1]
-        return kept / prefill_flops(model, [whole] * model.num_layers, dense_rows, window_meaning=meaning)
 
     def _decode(self, batch: _PrefilledBatch, sampling: SamplingConfig) -> Iterator[np.ndarray]:
         """Tokens of every request, step by step, until the limit of tokens or of positions is reached."""

@@ -6,25 +6,31 @@ are left is known on the device only, so such a segment is a `lax.switch` over a
 one shape share a scan and compile once per rung.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.models.attention import AttentionCache
 from uniprefill_jax.models.batch import PackedRows, PackingRules, last_rows, pack_rows, request_of_row
+from uniprefill_jax.models.causal_attention import AttentionBackend, choose_attention_backend
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import ModelConfig
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
 from uniprefill_jax.models.layer_loop import Grouping, LayerRun, group_layers, index_table, loop_layers, loop_run
+from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, request_bucket
+from uniprefill_jax.sparsify.cost import prefill_flops
 from uniprefill_jax.sparsify.drop import Drop, DropInputs, choose_tokens, compact
+
+CPU_ROW_CHUNK = 256
 
 LayerCaches = dict[str, AttentionCache | RecurrentCache]
 
@@ -42,6 +48,7 @@ class PrefillPlan:
         max_length: longest request that fits, which bounds the number of blocks.
         ladder: lengths, rising up to num_rows, at which the segments after a drop can run.
         row_chunk: most rows that row-wise work handles at a time (None: all).
+        full_attention: backend of full causal attention.
     """
 
     model: ModelConfig
@@ -52,6 +59,33 @@ class PrefillPlan:
     max_length: int
     ladder: tuple[int, ...]
     row_chunk: int | None
+    full_attention: AttentionBackend
+
+    @classmethod
+    def for_batch(
+        cls,
+        model: ModelConfig,
+        config: UniPrefillConfig,
+        drop_layers: tuple[int, ...],
+        lengths: Sequence[int],
+        dtype: jnp.dtype,
+    ) -> "PrefillPlan":
+        """The plan of a batch of prompts of these lengths on the default device."""
+        num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
+        platform = jax.default_backend()
+        on_cpu = platform == "cpu"
+        return cls(
+            model=model,
+            config=config,
+            drop_layers=drop_layers,
+            num_rows=num_rows,
+            num_requests=num_requests,
+            max_length=min(prompt_bucket(max(lengths)), num_rows),
+            # On a CPU loops of dynamic length are free: one rung, and row-wise work follows the kept rows in chunks.
+            ladder=(num_rows,) if on_cpu else length_ladder(num_rows),
+            row_chunk=CPU_ROW_CHUNK if on_cpu else None,
+            full_attention=choose_attention_backend(dtype, num_requests, platform),
+        )
 
     @property
     def num_blocks(self) -> int:
@@ -69,6 +103,23 @@ class PrefillPlan:
             carried = self.config.dropped_tokens == "carry" and layer in self.drop_layers
             segments.append(0 if carried else sum(drop < layer for drop in self.drop_layers))
         return tuple(segments)
+
+    def flops(self, positions: Sequence[np.ndarray]) -> float:
+        """Operations of one request by the cost model, from the original positions of its tokens in every segment."""
+        # A layer's feed-forward follows the layer's own drop, and the last one runs for one token.
+        after = [sum(drop <= layer for drop in self.drop_layers) for layer in range(self.model.num_layers)]
+        window = min(self.config.window_tokens, len(positions[0]))
+        return prefill_flops(
+            self.model,
+            [positions[segment] for segment in self.segment_of_layer],
+            [len(positions[segment]) for segment in after[:-1]] + [1],
+            window_meaning=self.config.sliding_window,
+            scoring=[(window, len(positions[self.segment_of_layer[layer]])) for layer in self.drop_layers],
+        )
+
+    def dense_flops(self, positions: np.ndarray) -> float:
+        """Operations of one request if no token is dropped."""
+        return replace(self, drop_layers=()).flops([positions])
 
 
 @struct.dataclass
@@ -149,7 +200,7 @@ class _Prefill:
         self.config = plan.model
         self.kinds = [layer.kind for layer in plan.model.layers]
         self.table = index_table(self.kinds)
-        self.rules = PackingRules.of(plan.model, plan.config.sliding_window, plan.row_chunk)
+        self.rules = PackingRules.of(plan.model, plan.config.sliding_window, plan.row_chunk, plan.full_attention)
 
     def __call__(
         self,

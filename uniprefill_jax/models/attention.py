@@ -9,7 +9,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Bool, Float, Int32
 
 from uniprefill_jax.models.batch import PackedRows
-from uniprefill_jax.models.causal_attention import causal_attention
+from uniprefill_jax.models.causal_attention import causal_attention, full_causal_attention
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.norms import RMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, constant
@@ -97,8 +97,11 @@ class Attention(nnx.Module):
 
         queries, keys, values, gate = rows.map_rows(project, x, rows.rope(self.rope))
         with jax.named_scope(f"attention_{self.layer.mixer}"):
-            start = rows.row_start(self.layer.window)
-            output = causal_attention(queries, keys, values, start, rows.count, scale=self.scale)
+            if rows.rules.full_attention == "cudnn" and self.layer.window is None:
+                output = full_causal_attention(queries, keys, values, scale=self.scale)
+            else:
+                start = rows.row_start(self.layer.window)
+                output = causal_attention(queries, keys, values, start, rows.count, scale=self.scale)
         return rows.map_rows(finish, x, output, gate), AttentionCache(keys, values), queries
 
     def step(self, x: Float[Array, "B D"], view: AttentionStep) -> tuple[Float[Array, "B D"], AttentionCache]:

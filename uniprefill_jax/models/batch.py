@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
+from uniprefill_jax.models.causal_attention import AttentionBackend
 from uniprefill_jax.models.config import ModelConfig, RopeConfig
 from uniprefill_jax.models.rope import rope_table
 
@@ -95,20 +96,28 @@ class PackingRules:
         ropes: distinct rotary configurations.
         window_meaning: whether windows count original positions or kept tokens.
         row_chunk: most rows that row-wise work handles at a time; None for all at once.
+        full_attention: backend of full causal attention.
     """
 
     windows: tuple[int | None, ...]
     ropes: tuple[RopeConfig, ...]
     window_meaning: WindowMeaning
     row_chunk: int | None
+    full_attention: AttentionBackend
 
     @classmethod
-    def of(cls, config: ModelConfig, window_meaning: WindowMeaning, row_chunk: int | None) -> "PackingRules":
+    def of(
+        cls,
+        config: ModelConfig,
+        window_meaning: WindowMeaning,
+        row_chunk: int | None,
+        full_attention: AttentionBackend,
+    ) -> "PackingRules":
         """The distinct windows and rotary configurations of a model."""
         attention = [layer for layer in config.layers if layer.mixer != "linear"]
         windows = dict.fromkeys([None, *(layer.window for layer in attention)])
         ropes = dict.fromkeys(layer.rope for layer in attention if layer.rope is not None)
-        return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk)
+        return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk, full_attention)
 
 
 def pack_rows(positions: Int32[Array, " T"], cu_seqlens: Int32[Array, " B+1"], rules: PackingRules) -> PackedRows:
