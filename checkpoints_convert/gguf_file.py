@@ -35,7 +35,7 @@ _SCALARS: dict[int, np.dtype] = {
     11: np.dtype("<i8"),
     12: np.dtype("<f8"),
 }
-_CHUNK_BYTES = 1 << 20  # of quantised data at a time: the dequantiser's temporaries then stay in cache
+_CHUNK_BYTES = 1 << 18  # of quantised data at a time: the dequantiser's temporaries then stay in cache
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from uniprefill_jax.models.parameters import ParameterSpec
 
 ChooseSharding = Callable[[str, ParameterSpec], Sharding | None]
 Progress = Callable[[int, int], None]
+_READERS = 8  # tensors in flight at a time
 
 
 def load_parameters(
@@ -28,7 +30,7 @@ def load_parameters(
 ) -> dict[str, jax.Array]:
     """Read every parameter of a model.
 
-    At most one stacked parameter is held in host memory; with a sharding, one shard of one.
+    At most one stacked parameter, or with a sharding one shard of it, and a few single tensors are held in host memory.
 
     Args:
         source: an opened checkpoint of any kind.
@@ -120,12 +122,22 @@ def _read_part(source: CheckpointSource, spec: ParameterSpec, dtype: np.dtype, i
     explicit = normalise_index(index, spec.full_shape)
     stacked = len(spec.full_shape) - len(spec.shape)
     file_index, cut = translate_index(spec, explicit[stacked:])
+
+    def read(name: str) -> np.ndarray:
+        return source.read(name, file_index).reshape(cut.view)[cut.index].transpose(spec.permutation)
+
+    if not stacked:
+        return np.asarray(read(spec.checkpoint), dtype, order="C")
     part = np.empty([axis.stop - axis.start for axis in explicit], dtype)
     names = np.array(list(_tensor_names(spec)), dtype=object).reshape(spec.full_shape[:stacked])
-    for position in np.ndindex(part.shape[:stacked]):
-        name = str(names[tuple(axis.start + offset for axis, offset in zip(explicit, position, strict=False))])
-        tensor = source.read(name, file_index)
-        part[position] = tensor.reshape(cut.view)[cut.index].transpose(spec.permutation)
+
+    def place(position: tuple[int, ...]) -> None:
+        part[position] = read(str(names[explicit[:stacked]][position]))
+
+    # Reading, dequantising and transposing run outside the interpreter's lock; one thread is far from the disk's rate.
+    with ThreadPoolExecutor(_READERS) as pool:
+        for _ in pool.map(place, np.ndindex(part.shape[:stacked])):
+            pass
     return part
 
 

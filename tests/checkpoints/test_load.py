@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ class MemorySource(CheckpointSource):
     path, kind, config = Path("memory"), "safetensors", {}
 
     def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays, self.elements_read = arrays, 0
+        self.arrays, self.elements_read, self.lock = arrays, 0, threading.Lock()
         self.tensors = {name: TensorInfo(array.shape, array.dtype) for name, array in arrays.items()}
 
     def read(self, name: str, index: Index | None = None) -> np.ndarray:
         part = self.arrays[name][normalise_index(index, self.arrays[name].shape)]
-        self.elements_read += part.size
+        with self.lock:
+            self.elements_read += part.size
         return part.copy()
 
 
@@ -168,6 +170,13 @@ def coverage_error(source: CheckpointSource, specs: dict[str, ParameterSpec], ig
         load_parameters(source, specs, dtype="float32", ignore=ignore)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_an_error_while_reading_is_passed_on():
+    source = MemorySource({f"t.{layer}": np.zeros(2, np.float32) for layer in range(20)})
+    source.arrays["t.13"] = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        load_parameters(source, {"p": make_spec((2,), (2,), (0,), layers=tuple(range(20)))}, dtype="float32")
 
 
 def test_missing_tensors_are_named(small):
