@@ -5,9 +5,18 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.block_score import gpu, tpu
 from pallas_kernels.block_score.reference import block_score_reference
+from pallas_kernels.platform import kernels_of
 
 Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
+
+
+_BACKENDS = {
+    "reference": block_score_reference,
+    "mosaic_gpu": gpu.block_score_mosaic_gpu,
+    "mosaic_tpu": tpu.block_score_mosaic_tpu,
+}
 
 
 class BlockScores(NamedTuple):
@@ -18,11 +27,26 @@ class BlockScores(NamedTuple):
 
 
 def choose_backend(
-    *, head_dim: int = 128, block_size: int = 64, dtype: str = "bfloat16", platform: str | None = None
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    window: int = 128,
+    block_size: int = 64,
+    dtype: str = "bfloat16",
+    platform: str | None = None,
 ) -> str:
-    """Name the backend that `backend="auto"` takes on `platform` (default: jax's default backend)."""
-    del head_dim, block_size, dtype, platform
-    return "reference"
+    """Name the backend that `backend="auto"` takes for these shapes on `platform` (default: what jax runs on).
+
+    The kernel wherever the machine has one that takes the shape; on Hopper float32 inputs go to the reference, because
+    the matrix units have no float32 product.
+    """
+    backend = kernels_of(platform)
+    if backend == "reference":
+        return backend
+    unsupported = gpu.unsupported if backend == "mosaic_gpu" else tpu.unsupported
+    reason = unsupported(window, heads, kv_heads, head_dim, block_size, jnp.dtype(dtype))
+    return backend if reason is None else "reference"
 
 
 def block_score(
@@ -44,15 +68,16 @@ def block_score(
         queries: row j of request r is the query at packed row ``cu_seqlens[r+1] - n + j``. Rows that fall before the
             request's first row are ignored, whatever they hold.
         keys: packed keys; rows from ``cu_seqlens[B]`` on are padding and are ignored, whatever they hold.
-        cu_seqlens: request r owns rows ``[cu_seqlens[r], cu_seqlens[r+1])``; traced, so lengths never recompile.
+        cu_seqlens: request r owns rows ``[cu_seqlens[r], cu_seqlens[r+1])``, the first of them row 0; traced, so
+            lengths never recompile.
         num_blocks: blocks per request in the result; at least ``ceil(length / block_size)`` of the longest request.
         block_size: tokens per block, counted from the first row of each request.
         scale: factor on ``q . k`` before the softmax.
         peak: also return the maximum over heads and rows of the mass in a block.
         normalise: divide the mass by (heads x valid rows), so that each non-empty request sums to 1. False gives the
             plain sum, which shards over heads add up.
-        row_log_sum_exp: each row's log-sum-exp of scaled scores, where the attention already produced it; saves one of
-            the two passes over the keys.
+        row_log_sum_exp: each row's log-sum-exp of scaled scores, where the attention already produced it. Saves the
+            reference one of its two passes over the keys; the kernels make one pass either way.
         backend: "auto" is `choose_backend`; a backend that is named is used or refused, never replaced.
 
     Returns:
@@ -62,21 +87,29 @@ def block_score(
         ValueError: shapes that do not fit together, or that the named backend cannot take.
     """
     _check(queries, keys, cu_seqlens, num_blocks, block_size, row_log_sum_exp)
-    head_dim = queries.shape[-1]
+    _, window, heads, head_dim = queries.shape
     if backend == "auto":
-        backend = choose_backend(head_dim=head_dim, block_size=block_size, dtype=str(keys.dtype))  # type: ignore[assignment]
-    if backend == "reference":
-        mass, peaks = block_score_reference(
-            queries,
-            keys,
-            cu_seqlens,
-            num_blocks=num_blocks,
+        chosen = choose_backend(
+            heads=heads,
+            kv_heads=keys.shape[1],
+            head_dim=head_dim,
+            window=window,
             block_size=block_size,
-            scale=scale,
-            row_log_sum_exp=row_log_sum_exp,
+            dtype=str(keys.dtype),
         )
     else:
-        raise ValueError(f"block_score: backend {backend!r} is not one of auto, reference, mosaic_gpu, mosaic_tpu")
+        chosen = backend
+    if chosen not in _BACKENDS:
+        raise ValueError(f"block_score: backend is {backend!r}; use 'auto', {', '.join(map(repr, _BACKENDS))}")
+    mass, peaks = _BACKENDS[chosen](
+        queries,
+        keys,
+        cu_seqlens,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        scale=scale,
+        row_log_sum_exp=row_log_sum_exp,
+    )
     if normalise:
         valid_rows = jnp.clip(jnp.diff(cu_seqlens), 0, queries.shape[1])
         mass = mass / jnp.maximum(valid_rows * queries.shape[2], 1)[:, None].astype(jnp.float32)

@@ -38,9 +38,7 @@ class Tiling(NamedTuple):
     waves: int
 
 
-def unsupported(
-    window: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype
-) -> str | None:
+def unsupported(window: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype) -> str | None:
     """Why the kernel cannot take this shape, or None if it can."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype is {dtype}; it takes bfloat16 and float16 (wgmma has no float32 product)"
@@ -216,7 +214,7 @@ def _block_log_sum_exp(queries, keys, spans, *, window, block_slots, block_size,
                     mgpu.wgmma(acc, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
                     return acc[...]
 
-                scores = pl.run_scoped(product, mgpu.ACC((ROWS, step), jnp.float32))
+                scores = pl.run_scoped(product, mgpu.WGMMAAccumulatorRef((ROWS, step), jnp.float32))
                 mgpu.barrier_arrive(k_free.at[slot])
                 if masked:
                     shape = (ROWS, step)
@@ -257,7 +255,10 @@ def _block_log_sum_exp(queries, keys, spans, *, window, block_slots, block_size,
             running = jnp.where(running == -jnp.inf, 0.0, running)
             span_gmem[span, head, pl.ds(first_query, ROWS)] = running + jnp.log2(total)
 
-    transforms = (mgpu.TilingTransform((8, 64)), mgpu.SwizzleTransform(128))
+    transforms = (
+        mgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+        mgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
     return mgpu.kernel(
         body,
         out_type=[

@@ -53,9 +53,7 @@ def block_score_reference(
             piece = jnp.roll(piece, clamped - first, axis=0)
             position = index * chunk + jnp.arange(chunk, dtype=jnp.int32)
             piece = jnp.where((position < length)[:, None, None], piece, 0)
-            scores = jnp.einsum(
-                "nkgd,ckd->kgnc", query, piece, precision=precision, preferred_element_type=jnp.float32
-            )
+            scores = jnp.einsum("nkgd,ckd->kgnc", query, piece, precision=precision, preferred_element_type=jnp.float32)
             visible = position[None, :] <= query_position[:, None]
             return jnp.where(visible, scores * scale, MASKED), visible
 

@@ -22,9 +22,7 @@ REQUEST, TILE, FIRST_KEY, LENGTH, ROWS_OF_TABLE = 0, 1, 2, 3, 4
 SCORE_BYTES = 4 << 20  # float32 scores of one grid step, so that they and their exponentials fit every VMEM
 
 
-def unsupported(
-    window: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype
-) -> str | None:
+def unsupported(window: int, heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype) -> str | None:
     """Why the kernel cannot take this shape, or None if it can."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"dtype is {dtype}; it takes bfloat16 and float32"
@@ -147,9 +145,7 @@ def _block_log_sum_exp(table, queries, keys, *, window, tile, block_size, scale)
         return jnp.minimum(table[REQUEST, table[TILE, index]], batch - 1), head, 0, 0
 
     return pl.pallas_call(
-        functools.partial(
-            _kernel, window=window, block_size=block_size, scale=scale, batch=batch, precision=precision
-        ),
+        functools.partial(_kernel, window=window, block_size=block_size, scale=scale, batch=batch, precision=precision),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(kv_heads, tiles),

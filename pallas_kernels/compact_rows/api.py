@@ -2,16 +2,29 @@
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
+from pallas_kernels.compact_rows.gpu import compact_rows_mosaic_gpu, row_box
 from pallas_kernels.compact_rows.reference import compact_rows_reference
+from pallas_kernels.compact_rows.tpu import compact_rows_mosaic_tpu
+from pallas_kernels.platform import kernels_of
 
 Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
 
 
-def choose_backend(*, platform: str | None = None) -> str:
-    """Name the backend that `backend="auto"` takes on `platform` (default: jax's default backend)."""
-    del platform
+_KERNELS = {"mosaic_gpu": compact_rows_mosaic_gpu, "mosaic_tpu": compact_rows_mosaic_tpu}
+
+
+def choose_backend(*, row: tuple[int, ...] = (4096,), dtype: str = "bfloat16", platform: str | None = None) -> str:
+    """Name the backend that `backend="auto"` takes for an array of such rows (default platform: what jax runs on).
+
+    On Hopper the kernel, for rows that it can move. On TPUs the reference: the kernel wants each row on whole tiles,
+    which costs a copy of the array unless its producer already writes it so, and no TPU was there to measure whether
+    it still wins.
+    """
+    if kernels_of(platform) == "mosaic_gpu" and row_box((1, *row), jnp.dtype(dtype)) is not None:
+        return "mosaic_gpu"
     return "reference"
 
 
@@ -30,7 +43,7 @@ def compact_rows(
         indices: row to take for each output row, as `top_p_select` returns them; entries from `count` on are ignored.
         count: number of rows to take; traced.
         out_rows: rows of the results.
-        backend: "auto" is `choose_backend`; a backend that is named is used or refused, never replaced.
+        backend: "auto" is `choose_backend` for each array; one that is named is used or refused, never replaced.
 
     Returns:
         For each array, ``out[i] = array[indices[i]]`` for ``i < min(count, out_rows)`` and zeros beyond.
@@ -46,8 +59,25 @@ def compact_rows(
             raise ValueError(f"compact_rows: arrays[{place}] has {array.shape[0]} rows and arrays[0] has {rows}")
     if out_rows < 1:
         raise ValueError(f"compact_rows: out_rows is {out_rows}; it must be at least 1")
-    if backend == "auto":
-        backend = choose_backend()  # type: ignore[assignment]
+    count = jnp.asarray(count, jnp.int32)
     if backend == "reference":
         return compact_rows_reference(arrays, indices, count, out_rows=out_rows)
-    raise ValueError(f"compact_rows: backend {backend!r} is not one of auto, reference, mosaic_gpu, mosaic_tpu")
+    if backend in _KERNELS:
+        return _KERNELS[backend](arrays, indices, count, out_rows=out_rows)
+    if backend != "auto":
+        raise ValueError(f"compact_rows: backend is {backend!r}; use 'auto', 'reference', 'mosaic_gpu' or 'mosaic_tpu'")
+    # Array by array: positions are too narrow for a kernel and too small to need one.
+    chosen = [choose_backend(row=array.shape[1:], dtype=str(array.dtype)) for array in arrays]
+    moved = {
+        name: iter(
+            compact_rows(
+                tuple(array for array, own in zip(arrays, chosen, strict=True) if own == name),
+                indices,
+                count,
+                out_rows=out_rows,
+                backend=name,  # type: ignore[arg-type]
+            )
+        )
+        for name in set(chosen)
+    }
+    return tuple(next(moved[name]) for name in chosen)

@@ -43,18 +43,20 @@ def compact_rows_mosaic_gpu(
     Raises:
         ValueError: a row that is not a multiple of 16 bytes or does not fit a TMA box (positions, booleans).
     """
+    moved = []
     for place, array in enumerate(arrays):
-        if row_box(array.shape, array.dtype) is None:
+        box = row_box(array.shape, array.dtype)
+        if box is None:
             raise ValueError(
                 f"compact_rows: backend 'mosaic_gpu' cannot move arrays[{place}], {array.dtype}{array.shape}: a row "
                 f"must be a multiple of 16 bytes, at most {STEP_BYTES} of them; use backend='reference' or 'auto'"
             )
-    return tuple(_compact(array, indices, count, out_rows) for array in arrays)
+        moved.append(_compact(array, box, indices, count, out_rows))
+    return tuple(moved)
 
 
-def _compact(array, indices, count, out_rows):
+def _compact(array, box, indices, count, out_rows):
     rows = array.shape[0]
-    box = row_box(array.shape, array.dtype)
     step_rows = max(1, min(STEP_BYTES // (box[0] * box[1] * array.dtype.itemsize), 32))
     steps = -(-out_rows // step_rows)
     taken = indices[: steps * step_rows]

@@ -5,7 +5,9 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.top_p_select.reference import top_p_select_reference
+from pallas_kernels.platform import kernels_of
+from pallas_kernels.top_p_select import gpu, tpu
+from pallas_kernels.top_p_select.reference import cut_blocks, select
 
 Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
 
@@ -27,10 +29,16 @@ class Selection(NamedTuple):
     cut_margin: Float[Array, " B"]
 
 
-def choose_backend(*, platform: str | None = None) -> str:
-    """Name the backend that `backend="auto"` takes on `platform` (default: jax's default backend)."""
-    del platform
-    return "reference"
+_BACKENDS = {"reference": cut_blocks, "mosaic_gpu": gpu.cut_blocks_mosaic_gpu, "mosaic_tpu": tpu.cut_blocks_mosaic_tpu}
+
+
+def choose_backend(*, num_blocks: int = 2048, platform: str | None = None) -> str:
+    """Name the backend that `backend="auto"` takes on `platform` (default: what jax runs on)."""
+    backend = kernels_of(platform)
+    if backend == "reference":
+        return backend
+    unsupported = gpu.unsupported if backend == "mosaic_gpu" else tpu.unsupported
+    return backend if unsupported(num_blocks) is None else "reference"
 
 
 def top_p_select(
@@ -52,10 +60,13 @@ def top_p_select(
     the mass strictly before it is <= top_p (paper, equation 5); ``cut="below"`` iff the mass up to and including it is
     (the authors' torch reference), the top block always. All sums are float32. ``top_p >= 1`` keeps everything.
 
+    The backends differ in how they find the cut: the reference sorts, the kernels bisect. Normalising, forcing and the
+    emission of indices are plain XLA in all of them.
+
     Args:
         scores: non-negative block scores; entries beyond a request's last block are ignored, whatever they hold.
         cu_seqlens: request r owns packed rows ``[cu_seqlens[r], cu_seqlens[r+1])``; traced.
-        top_p: one value, or one per request; traced.
+        top_p: one value, or one per request, at least 0; traced.
         num_rows: rows of the packed arrays, the length of `indices`.
         block_size: tokens per block, counted from each request's first row.
         sink_tokens: first rows of each request that always stay, row by row.
@@ -69,7 +80,8 @@ def top_p_select(
     scores, cu_seqlens = jnp.asarray(scores), jnp.asarray(cu_seqlens)
     if scores.ndim != 2 or cu_seqlens.shape != (scores.shape[0] + 1,):
         raise ValueError(
-            f"top_p_select: needs scores [B, num_blocks] and cu_seqlens [B+1]; got {scores.shape} and {cu_seqlens.shape}"
+            f"top_p_select: needs scores [B, num_blocks] and cu_seqlens [B+1]; "
+            f"got {scores.shape} and {cu_seqlens.shape}"
         )
     if cut not in ("crossing", "below"):
         raise ValueError(f"top_p_select: cut is {cut!r}; use 'crossing' or 'below'")
@@ -84,20 +96,20 @@ def top_p_select(
     if limit.shape not in ((), (scores.shape[0],)):
         raise ValueError(f"top_p_select: top_p has shape {limit.shape}; it needs () or ({scores.shape[0]},)")
     limit = jnp.broadcast_to(limit, (scores.shape[0],))
-    if backend == "auto":
-        backend = choose_backend()  # type: ignore[assignment]
-    if backend == "reference":
-        return Selection(
-            *top_p_select_reference(
-                scores,
-                cu_seqlens,
-                limit,
-                num_rows=num_rows,
-                block_size=block_size,
-                sink_tokens=sink_tokens,
-                window_tokens=window_tokens,
-                cut=cut,
-                over=over,
-            )
+    chosen = choose_backend(num_blocks=scores.shape[1]) if backend == "auto" else backend
+    if chosen not in _BACKENDS:
+        raise ValueError(f"top_p_select: backend is {backend!r}; use 'auto', {', '.join(map(repr, _BACKENDS))}")
+    return Selection(
+        *select(
+            _BACKENDS[chosen],
+            scores,
+            cu_seqlens,
+            limit,
+            num_rows=num_rows,
+            block_size=block_size,
+            sink_tokens=sink_tokens,
+            window_tokens=window_tokens,
+            cut=cut,
+            over=over,
         )
-    raise ValueError(f"top_p_select: backend {backend!r} is not one of auto, reference, mosaic_gpu, mosaic_tpu")
+    )

@@ -1,0 +1,19 @@
+"""Which kernels the machine at hand can run."""
+
+import jax
+
+
+def kernels_of(platform: str | None = None) -> str:
+    """ "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs, else "reference".
+
+    Args:
+        platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; default: what jax runs on. The kernels use instructions that
+            only compute capability 9.0 has, so for a GPU the devices are asked, where jax has any.
+    """
+    platform = platform or jax.default_backend()
+    if platform == "tpu":
+        return "mosaic_tpu"
+    if platform in ("gpu", "cuda") and jax.default_backend() == "gpu":
+        hopper = all(getattr(device, "compute_capability", None) == "9.0" for device in jax.local_devices())
+        return "mosaic_gpu" if hopper else "reference"
+    return "reference"
