@@ -4,13 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert import load_parameters, open_checkpoint
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.decode import DecodePlan
 from uniprefill_jax.errors import ConfigError, InputError
@@ -21,7 +20,9 @@ from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
-from uniprefill_jax.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from uniprefill_jax.tokenizer import Tokenizer
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Prompt = str | Sequence[int]
@@ -50,7 +51,7 @@ class LLM:
         config: dict[str, Any],
         parameters: Callable[[CausalLM], dict[str, jax.Array]],
         dtype: str,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: "Tokenizer | None" = None,
     ):
         """Use `LLM.load` or `LLM.from_config`."""
         if dtype not in DTYPES:
@@ -73,6 +74,10 @@ class LLM:
 
         `progress` is called with bytes done and in all. Raises CheckpointError or ConfigError, one line each.
         """
+        # Random weights (`from_config`) need none of the readers, nor the libraries behind them.
+        from checkpoints_convert import load_parameters, open_checkpoint
+        from uniprefill_jax.tokenizer import load_tokenizer
+
         source = open_checkpoint(path)
         config = read_model_config(source.config)
 
@@ -237,7 +242,7 @@ class LLM:
 class _GrowingText:
     """One request's tokens as they come, their text, and whether it has ended."""
 
-    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingConfig):
+    def __init__(self, tokenizer: "Tokenizer | None", sampling: SamplingConfig):
         if sampling.stop and tokenizer is None:
             raise InputError("stop strings need a tokenizer, and this model has none; use max_tokens instead")
         self.sampling = sampling
@@ -245,7 +250,7 @@ class _GrowingText:
         self.ended = False
         self.finish_reason = "length"
         self._eos = () if tokenizer is None or sampling.ignore_eos else tokenizer.eos_token_ids
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._decoder = None if tokenizer is None else tokenizer.stream_decoder()
         self._text = ""
         self._shown = 0
 

@@ -158,8 +158,14 @@ class _Segment:
         """The whole layers between."""
         return group_layers([model.layers[layer].kind for layer in range(self.drop + 1, self.last)])
 
+    def is_uniform(self, model: ModelConfig) -> bool:
+        """Whether all its layers are of one kind."""
+        return len({model.layers[layer].kind for layer in range(self.drop, self.last + 1)}) == 1
+
     def shape(self, model: ModelConfig) -> tuple[object, ...]:
         """Segments of equal shape run the same program; a single run of layers may be of any length."""
+        if self.is_uniform(model):
+            return (model.layers[self.drop].kind,)
         middle = self.middle(model)
         single = middle[0].kind if len(middle) == 1 and isinstance(middle[0], LayerRun) else middle
         return model.layers[self.drop].kind, single, model.layers[self.last].kind
@@ -315,19 +321,32 @@ class _Prefill:
     ) -> tuple[Float[Array, "T D"], LayerCaches, Float[Array, "B n H d"]]:
         """The layers of one segment at one rung of the ladder; `closes` with the mixer of its last layer."""
         packed = pack_rows(segment.positions[:length], segment.cu_seqlens, self.rules)
-        kept = packed.map_rows(self._layer(self.kinds[example.drop], drop_layer).transform, x[:length])
-        body = self._whole_layer(packed)
-        middle = example.middle(self.config)
-        if len(middle) == 1 and isinstance(middle[0], LayerRun):
-            count = last_layer - drop_layer - 1
-            kept, caches = loop_run(middle[0].kind, drop_layer + 1, count, body, (kept, caches))
+        kept, queries = x[:length], self._window(None, packed)
+        if closes and example.is_uniform(self.config):
+
+            def feed_forward_then_mix(kind: str, layer: Array | int, carry: tuple[Array, LayerCaches, Array]):
+                x, caches, _ = carry
+                x = packed.map_rows(self._layer(kind, layer - 1).transform, x)
+                x, caches, queries = self._mix(kind, layer, x, packed, caches)
+                return x, caches, self._window(queries, packed)
+
+            count = last_layer - drop_layer
+            carry = (kept, caches, queries)
+            kept, caches, queries = loop_run(
+                self.kinds[example.drop], drop_layer + 1, count, feed_forward_then_mix, carry
+            )
         else:
-            kept, caches = loop_layers(middle, drop_layer + 1, body, (kept, caches))
-        window = self.plan.config.window_tokens
-        queries = jnp.zeros((self.plan.num_requests, window, self.config.num_heads, self.config.head_dim), x.dtype)
-        if closes:
-            kept, caches, all_queries = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
-            queries = self._window(all_queries, packed) if all_queries is not None else queries
+            kept = packed.map_rows(self._layer(self.kinds[example.drop], drop_layer).transform, kept)
+            body, middle = self._whole_layer(packed), example.middle(self.config)
+            if example.is_uniform(self.config) or (len(middle) == 1 and isinstance(middle[0], LayerRun)):
+                count = last_layer - drop_layer - 1
+                kind = self.kinds[example.last - 1]
+                kept, caches = loop_run(kind, drop_layer + 1, count, body, (kept, caches))
+            else:
+                kept, caches = loop_layers(middle, drop_layer + 1, body, (kept, caches))
+            if closes:
+                kept, caches, queries = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
+                queries = self._window(queries, packed)
         return jnp.pad(kept, ((0, x.shape[0] - length), (0, 0))), caches, queries
 
     def _whole_layer(self, packed: PackedRows) -> Callable:

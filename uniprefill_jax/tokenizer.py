@@ -76,6 +76,10 @@ class Tokenizer:
             raise InputError(f"the chat template refuses these messages: {one_line(error)}") from None
         return self.encode(text, add_special_tokens=False)  # the template writes the begin token itself
 
+    def stream_decoder(self) -> "StreamDecoder":
+        """A decoder that turns tokens into text one by one."""
+        return StreamDecoder(self)
+
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files, and the ids that end generation, into an existing folder."""
         if self._folder is None:

@@ -1,5 +1,6 @@
 """`uniprefill demo`: a question to a long document, dense and with UniPrefill, on real packaged weights."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,16 @@ from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
 WRONG_ANSWER_EXIT_CODE = 1
+# Finds the fact at more depths than the published rule does, with less work (README).
+PEAK_WITH_MEMORY = UniPrefillConfig(top_p=0.8, score="peak", score_memory=0.5, top_p_over="candidates")
 
 
 def demo(
     model: Annotated[str, typer.Option(help="smollm2-135m, gemma-3-270m, or the path of a model.")] = "smollm2-135m",
-    top_p: Annotated[float, typer.Option("--top-p", help="Share of the candidates' score that stays.")] = 0.8,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Share of the score that stays; by default 0.8, published 0.99.")
+    ] = None,
+    published: Annotated[bool, typer.Option("--published", help="Select by the published rule, mean scores.")] = False,
     depth: Annotated[float, typer.Option(min=0, max=1, help="Where in the document the fact is planted.")] = 0.6,
     runs: Annotated[int, typer.Option(min=1, help="Measured runs of each method; the median counts.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 32,
@@ -27,8 +33,9 @@ def demo(
     Exit code 1 when one of the two answers lacks the fact.
     """
     check_output(json)
-    # Peak scores with memory over the candidates: the rule that keeps answers right at half of the work (README).
-    config = UniPrefillConfig(top_p=top_p, score="peak", score_memory=0.5, top_p_over="candidates")
+    config = UniPrefillConfig() if published else PEAK_WITH_MEMORY
+    if top_p is not None:
+        config = replace(config, top_p=top_p)
     if not _compare(model, config, depth, runs, max_tokens, resolve_dtype(dtype), json):
         raise typer.Exit(WRONG_ANSWER_EXIT_CODE)
 
