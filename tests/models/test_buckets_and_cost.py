@@ -1,0 +1,108 @@
+"""Buckets hold what they must with little waste; the cost model agrees with counting by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.errors import ConfigError
+from uniprefill_jax.models.config import read_model_config
+from uniprefill_jax.sparsify.buckets import ROW_MULTIPLE, length_ladder, prompt_bucket, request_bucket
+from uniprefill_jax.sparsify.cost import attention_pairs, prefill_flops
+from uniprefill_jax.sparsify.drop_layers import auto_drop_layers, resolve_drop_layers
+
+
+@given(st.integers(1, 1 << 20))
+def test_prompt_buckets_hold_their_prompt(tokens):
+    bucket = prompt_bucket(tokens)
+    assert bucket >= tokens and bucket % ROW_MULTIPLE == 0
+    assert prompt_bucket(bucket) == bucket
+    assert bucket - tokens < max(ROW_MULTIPLE, tokens / 8 + 1)
+
+
+def test_prompt_buckets_waste_little():
+    lengths = np.arange(1024, 131072, 101)
+    waste = np.mean([prompt_bucket(int(length)) / length - 1 for length in lengths])
+    assert waste <= 0.06
+
+
+@given(st.integers(1, 4096))
+def test_ladder_ends_at_the_bucket(tokens):
+    bucket = prompt_bucket(tokens)
+    ladder = length_ladder(bucket)
+    assert ladder[-1] == bucket and list(ladder) == sorted(set(ladder)) and ladder[0] >= ROW_MULTIPLE
+    assert all(high - low <= bucket / 16 + ROW_MULTIPLE for low, high in zip(ladder, ladder[1:], strict=False))
+
+
+@pytest.mark.parametrize(("requests", "slots"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16)])
+def test_request_slots(requests, slots):
+    assert request_bucket(requests) == slots
+
+
+@pytest.mark.parametrize("meaning", ["position", "kept"])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_attention_pairs(window, meaning):
+    positions = np.cumsum(np.random.default_rng(0).integers(1, 4, 50)) - 1
+    pairs = 0
+    for row in range(50):
+        for other in range(row + 1):
+            distance = positions[row] - positions[other] if meaning == "position" else row - other
+            pairs += window is None or distance < window
+    assert attention_pairs(positions, window, meaning) == pairs
+
+
+def test_llama_cost_by_hand():
+    model = read_model_config(
+        {
+            "model_type": "llama",
+            "vocab_size": 100,
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+    )
+    positions = np.arange(3)
+    flops = prefill_flops(model, [positions] * 2, [3, 1], window_meaning="position", scoring=[(2, 3)])
+    projections = 2 * 8 * (8 + 4 + 4 + 8) * 3
+    attention = 4 * 8 * 6
+    feed_forward = 2 * 3 * 8 * 16
+    assert flops == 2 * (projections + attention) + feed_forward * 4 + 2 * 8 * 100 + 2 * 2 * 3 * 8
+
+
+def model(model_type: str, layers: int):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    return read_model_config(
+        {"model_type": model_type, "num_hidden_layers": layers, "num_key_value_heads": 2, "sliding_window": 32} | sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "expected"),
+    [
+        ("llama", 32, (7, 11, 15, 19, 23, 27)),
+        ("llama", 30, (7, 11, 15, 19, 23, 27)),
+        ("gemma3_text", 48, (29, 35, 41)),
+        ("gemma3_text", 18, (5, 11)),
+        ("gemma3_text", 26, (5, 11, 17)),
+        ("qwen3_next", 48, tuple(range(7, 44, 4))),
+    ],
+)
+def test_automatic_drop_layers(model_type, layers, expected):
+    assert auto_drop_layers(model(model_type, layers)) == expected
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("layers", range(1, 40))
+def test_automatic_drop_layers_are_possible(model_type, layers):
+    shape = model(model_type, layers)
+    chosen = auto_drop_layers(shape)
+    assert set(chosen) <= set(shape.full_attention_layers[:-1])
+    assert resolve_drop_layers(UniPrefillConfig(drop_layers=chosen), shape) == chosen
+
+
+def test_impossible_drop_layer_is_named():
+    with pytest.raises(ConfigError, match="layer 3 .*possible layers are 5, 11"):
+        resolve_drop_layers(UniPrefillConfig(drop_layers=(3,)), model("gemma3_text", 18))
