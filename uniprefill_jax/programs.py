@@ -1,5 +1,7 @@
 """Compiled programs of one model: ahead-of-time compilation, kept by plan, with the compile time known apart."""
 
+import hashlib
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +23,21 @@ CACHE_FOLDER = Path("~/.cache/uniprefill-jax/compiled")
 
 
 def use_persistent_cache() -> None:
-    """Keep compiled programs on disk between processes, unless jax was already told where (or not) to."""
-    if jax.config.jax_compilation_cache_dir is None and jax.default_backend() != "cpu":
-        # XLA's CPU programs are tied to the exact processor and are quick to build: they stay in memory.
-        jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER.expanduser()))
+    """Keep compiled programs on disk between processes, unless jax was already told where to."""
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = CACHE_FOLDER.expanduser() / jax.default_backend()
+        if jax.default_backend() == "cpu":
+            # XLA's CPU programs use what the processor has: one folder per kind, should a home be shared by machines.
+            folder = folder / _processor()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def _processor() -> str:
+    try:
+        described = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        described = platform.processor()
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 class Programs:
