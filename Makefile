@@ -10,6 +10,7 @@ SHELL := bash
 MODEL ?= smollm2-135m
 DEMO_ARGUMENTS ?=
 TEST_ARGUMENTS ?=
+BENCH_ARGUMENTS ?=
 
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
@@ -52,7 +53,7 @@ format: $(STAMPS)/development
 	$(PYTHON_IN_VENV) -m ruff format $(wildcard $(LINTED))
 
 bench-cpu-dense: $(STAMPS)/runtime $(STAMPS)/weights-smollm2-135m $(STAMPS)/oracle
-	$(PYTHON_IN_VENV) benchmarks/cpu_dense.py
+	$(PYTHON_IN_VENV) -m benchmarks.cpu_dense --oracle-python $(VENV)/oracle/bin/python $(BENCH_ARGUMENTS)
 
 # Resolves pyproject.toml anew, on the oldest supported Python; the hashes cover every platform's files.
 lock: $(STAMPS)/development
