@@ -71,7 +71,8 @@ class SamplingConfig:
     """How tokens are drawn after the prefill.
 
     Attributes:
-        max_tokens: most tokens to generate, at least 1.
+        max_tokens: most tokens to generate, at least 1; a request ends earlier, with reason "length", where the model's
+            length is reached.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: only the k likeliest tokens are drawn from; 0 for all.
         top_p: only the likeliest tokens that together reach this probability are drawn from; 1 for all.

@@ -113,7 +113,7 @@ class LLM:
         """Prefill a ragged batch and decode until every request has ended; one completion each."""
         sampling = sampling or SamplingConfig()
         batch = self._prefill([self._token_ids(prompt) for prompt in prompts], config or UniPrefillConfig())
-        texts = [_GrowingText(self.tokenizer, sampling) for _ in prompts]
+        texts = [_GrowingText(self.tokenizer, sampling, limit) for limit in self._token_limits(batch, sampling)]
         start = time.perf_counter()
         for tokens in self._decode(batch, sampling):
             for text, token in zip(texts, tokens, strict=True):
@@ -135,7 +135,7 @@ class LLM:
         """
         sampling = sampling or SamplingConfig()
         batch = self._prefill([self._token_ids(prompt)], config or UniPrefillConfig())
-        text = _GrowingText(self.tokenizer, sampling)
+        text = _GrowingText(self.tokenizer, sampling, *self._token_limits(batch, sampling))
         for tokens in self._decode(batch, sampling):
             token = int(tokens[0])
             yield token, text.push(token)
@@ -143,11 +143,16 @@ class LLM:
                 return
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
-        if self.tokenizer is None:
-            raise InputError("this model has no tokenizer; pass token ids instead of text")
-        return self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("this model has no tokenizer; pass token ids instead of text")
+            return self.tokenizer.encode(prompt)
+        wrong = next(
+            (token for token in prompt if isinstance(token, bool) or not isinstance(token, int | np.integer)), None
+        )
+        if wrong is not None:
+            raise InputError(f"a prompt holds {wrong!r}, which is no token id; pass text or a flat list of integers")
+        return [int(token) for token in prompt]
 
     def _check(self, prompts: list[list[int]]) -> None:
         if not prompts:
@@ -220,12 +225,15 @@ class LLM:
             compile_seconds=compile_seconds,
         )
 
+    def _token_limits(self, batch: _PrefilledBatch, sampling: SamplingConfig) -> list[int]:
+        """Most tokens each request can get: the one after the model's last position can be drawn, but not fed back."""
+        room = [self.config.max_position - result.segment_lengths[0] + 1 for result in batch.results]
+        return [min(sampling.max_tokens, tokens) for tokens in room]
+
     def _decode(self, batch: _PrefilledBatch, sampling: SamplingConfig) -> Iterator[np.ndarray]:
-        """Tokens of every request, step by step, until the limit of tokens or of positions is reached."""
+        """Tokens of every request, step by step, until the last request's limit is reached."""
         num_requests = len(batch.results)
-        longest = max(result.segment_lengths[0] for result in batch.results)
-        # The token after the last position can still be drawn, it is just never fed back.
-        limit = min(sampling.max_tokens, self.config.max_position - longest + 1)
+        limit = max(self._token_limits(batch, sampling))
         tokens, _ = self._programs.sample(batch.output.logits, sampling)
         yield np.asarray(tokens)[:num_requests]
         if limit == 1:
@@ -242,10 +250,11 @@ class LLM:
 class _GrowingText:
     """One request's tokens as they come, their text, and whether it has ended."""
 
-    def __init__(self, tokenizer: "Tokenizer | None", sampling: SamplingConfig):
+    def __init__(self, tokenizer: "Tokenizer | None", sampling: SamplingConfig, limit: int):
         if sampling.stop and tokenizer is None:
             raise InputError("stop strings need a tokenizer, and this model has none; use max_tokens instead")
         self.sampling = sampling
+        self.limit = limit
         self.token_ids: list[int] = []
         self.ended = False
         self.finish_reason = "length"
@@ -267,7 +276,7 @@ class _GrowingText:
             if stops:
                 self._text = self._text[: min(stops)]
                 self._end("stop")
-        if not self.ended and len(self.token_ids) == self.sampling.max_tokens:
+        if not self.ended and len(self.token_ids) == self.limit:
             self._end("length")
         return self._settled()
 

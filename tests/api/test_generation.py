@@ -77,6 +77,12 @@ def test_generation_stops_at_the_models_length(tiny):
     assert len(completion.token_ids) == 3 and completion.finish_reason == "length"
 
 
+def test_a_long_neighbour_does_not_end_a_short_prompt(tiny):
+    both = tiny.generate([[1] * 320, [1, 2, 3]], None, up.SamplingConfig(max_tokens=8))
+    assert [len(completion.token_ids) for completion in both] == [1, 8]
+    assert both[1].token_ids == tiny.generate([[1, 2, 3]], None, up.SamplingConfig(max_tokens=8))[0].token_ids
+
+
 def test_longer_generations_agree_with_shorter(tiny):
     short = tiny.generate([[9, 8, 7]], None, up.SamplingConfig(max_tokens=5))[0]
     long = tiny.generate([[9, 8, 7]], None, up.SamplingConfig(max_tokens=60))[0]
