@@ -1,4 +1,4 @@
-"""Device time of short operations: many calls inside one program, chained so that none is merged or overlapped."""
+"""Device time of short programs, without what the host spends on launching them."""
 
 import statistics
 import time
@@ -6,38 +6,67 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+BLOCKER_SIZE = 8192  # one bfloat16 product of this size is about 1.4 ms of a Hopper GPU
+BLOCKER_PRODUCTS = 10
+MOST_RUNS = 24  # programs in flight; the runtime makes the host wait beyond 32
 
 
-def device_milliseconds(
-    operation: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], *, calls: int = 16, repeats: int = 7
-) -> float:
-    """Median milliseconds of one call of `operation`, gaps between its kernels included, dispatch excluded.
+class DeviceTimer:
+    """Times programs behind a long product, so that every launch is queued before the first one starts.
 
-    `inputs` holds several sets of arguments, used in turn, so that the caches do not hold what a real call would have
-    to fetch. Each call waits for the one before it through an optimization barrier on its arguments.
+    The time of several runs is that of product and runs together less that of the product alone. On a CPU, which does
+    not queue, runs are timed by themselves.
     """
-    sets = [inputs[i % len(inputs)] for i in range(calls)]
 
-    def chain(argument_sets):
-        results = []
-        for arguments in argument_sets:
-            if results:
-                arguments, results[-1] = jax.lax.optimization_barrier((arguments, results[-1]))
-            results.append(operation(*arguments))
-        return results  # all of them: the compiler drops a call whose result goes nowhere, barrier or not
+    def __init__(self) -> None:
+        self.on_accelerator = jax.default_backend() != "cpu"
+        if self.on_accelerator:
+            self.factor = jax.random.normal(jax.random.key(0), (BLOCKER_SIZE, BLOCKER_SIZE), jnp.bfloat16)
 
-    program = jax.jit(chain)
-    jax.block_until_ready(program(sets))
-    start = time.perf_counter()
-    jax.block_until_ready(program(sets))
-    once = time.perf_counter() - start
-    # Several programs in flight hide the dispatch of all but the first.
-    in_flight = max(2, min(20, int(0.02 / max(once, 1e-6))))
-    samples = []
-    for _ in range(repeats):
+            def block(factor):
+                product = factor
+                for _ in range(BLOCKER_PRODUCTS):
+                    product = (product @ factor) * jnp.bfloat16(BLOCKER_SIZE**-0.5)
+                return product
+
+            self.block = jax.jit(block).lower(self.factor).compile()
+            jax.block_until_ready(self.block(self.factor))
+
+    def product_tflops(self) -> float:
+        """The bfloat16 matrix product rate of the device, in TFLOP/s."""
+        seconds = statistics.median(self._seconds(None, (), 0) for _ in range(9))
+        return 2 * BLOCKER_SIZE**3 * BLOCKER_PRODUCTS / seconds / 1e12
+
+    def milliseconds(
+        self, program: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, repeats: int
+    ) -> float:
+        """Median milliseconds of one run of a compiled program, gaps between its kernels included.
+
+        `argument_sets` are used in turn, so that small inputs do not all lie in the caches from the run before.
+        """
+        jax.block_until_ready(program(*argument_sets[0]))
+        alone = min(self._seconds(None, argument_sets, 0) for _ in range(2))
+        once = max(self._seconds(program, argument_sets, 1) - alone, 2e-5)
+        runs = max(2, min(MOST_RUNS, round(0.006 / once)))
+        samples = []
+        for _ in range(repeats):
+            alone = self._seconds(None, argument_sets, 0)
+            together = self._seconds(program, argument_sets, runs)
+            samples.append((together - alone) / runs * 1e3)
+        return statistics.median(samples)
+
+    def _seconds(
+        self, program: Callable[..., Any] | None, argument_sets: Sequence[tuple[Any, ...]], runs: int
+    ) -> float:
         start = time.perf_counter()
-        for _ in range(in_flight):
-            results = program(sets)
-        jax.block_until_ready(results)
-        samples.append((time.perf_counter() - start) / (in_flight * calls) * 1e3)
-    return statistics.median(samples)
+        pending = [self.block(self.factor)] if self.on_accelerator else []
+        result = None
+        for index in range(runs):
+            assert program is not None
+            result = program(*argument_sets[index % len(argument_sets)])
+            if not self.on_accelerator:
+                jax.block_until_ready(result)
+        jax.block_until_ready((pending, result))
+        return time.perf_counter() - start

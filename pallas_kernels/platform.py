@@ -1,9 +1,14 @@
 """Which kernels the machine at hand can run."""
 
+from typing import Literal
+
 import jax
 
+Kernels = Literal["reference", "mosaic_gpu", "mosaic_tpu"]
+Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
 
-def kernels_of(platform: str | None = None) -> str:
+
+def kernels_of(platform: str | None = None) -> Kernels:
     """ "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs, else "reference".
 
     Args:

@@ -1,16 +1,13 @@
 """Block scores of the last queries of every request: the entry point that picks a backend."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_score import gpu, tpu
 from pallas_kernels.block_score.reference import block_score_reference
-from pallas_kernels.platform import kernels_of
-
-Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
-
+from pallas_kernels.platform import Backend, Kernels, kernels_of
 
 _BACKENDS = {
     "reference": block_score_reference,
@@ -35,7 +32,7 @@ def choose_backend(
     block_size: int = 64,
     dtype: str = "bfloat16",
     platform: str | None = None,
-) -> str:
+) -> Kernels:
     """Name the backend that `backend="auto"` takes for these shapes on `platform` (default: what jax runs on).
 
     The kernel wherever the machine has one that takes the shape; on Hopper float32 inputs go to the reference, because

@@ -1,22 +1,17 @@
 """Row compaction: the entry point that picks a backend."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels.compact_rows.gpu import compact_rows_mosaic_gpu, row_box
 from pallas_kernels.compact_rows.reference import compact_rows_reference
 from pallas_kernels.compact_rows.tpu import compact_rows_mosaic_tpu
-from pallas_kernels.platform import kernels_of
-
-Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
-
+from pallas_kernels.platform import Backend, Kernels, kernels_of
 
 _KERNELS = {"mosaic_gpu": compact_rows_mosaic_gpu, "mosaic_tpu": compact_rows_mosaic_tpu}
 
 
-def choose_backend(*, row: tuple[int, ...] = (4096,), dtype: str = "bfloat16", platform: str | None = None) -> str:
+def choose_backend(*, row: tuple[int, ...] = (4096,), dtype: str = "bfloat16", platform: str | None = None) -> Kernels:
     """Name the backend that `backend="auto"` takes for an array of such rows (default platform: what jax runs on).
 
     On Hopper the kernel, for rows that it can move. On TPUs the reference: the kernel wants each row on whole tiles,
@@ -75,7 +70,7 @@ def compact_rows(
                 indices,
                 count,
                 out_rows=out_rows,
-                backend=name,  # type: ignore[arg-type]
+                backend=name,
             )
         )
         for name in set(chosen)

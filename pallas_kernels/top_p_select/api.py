@@ -5,11 +5,9 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.platform import kernels_of
+from pallas_kernels.platform import Backend, Kernels, kernels_of
 from pallas_kernels.top_p_select import gpu, tpu
 from pallas_kernels.top_p_select.reference import cut_blocks, select
-
-Backend = Literal["auto", "reference", "mosaic_gpu", "mosaic_tpu"]
 
 
 class Selection(NamedTuple):
@@ -32,7 +30,7 @@ class Selection(NamedTuple):
 _BACKENDS = {"reference": cut_blocks, "mosaic_gpu": gpu.cut_blocks_mosaic_gpu, "mosaic_tpu": tpu.cut_blocks_mosaic_tpu}
 
 
-def choose_backend(*, num_blocks: int = 2048, platform: str | None = None) -> str:
+def choose_backend(*, num_blocks: int = 2048, platform: str | None = None) -> Kernels:
     """Name the backend that `backend="auto"` takes on `platform` (default: what jax runs on)."""
     backend = kernels_of(platform)
     if backend == "reference":

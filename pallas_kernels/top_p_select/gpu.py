@@ -103,6 +103,7 @@ def cut_blocks_mosaic_gpu(
         ],
         grid=(batch,),
         grid_names=("request",),
+        compiler_params=mgpu.CompilerParams(unsafe_no_auto_barriers=True),  # nothing but TMA writes shared memory
     )(padded.reshape(batch, rows, LANES), top_p)
     own = lax.bitcast_convert_type(scores, jnp.int32)
     place = jnp.arange(num_blocks, dtype=jnp.int32)

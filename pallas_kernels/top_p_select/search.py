@@ -72,6 +72,10 @@ def find_cut(
         fits = ties_from(bits, middle) <= kept
         return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
 
-    rounds = max(num_blocks, 1).bit_length() + 1
-    _, first_index = lax.fori_loop(0, rounds, halve_indices, (lowest * 0 - 1, lowest * 0 + num_blocks))
+    # Hardly ever does the cut fall among equal scores, and only then is there an index to search for.
+    split = kept < ties
+    split_anywhere = split.astype(jnp.int32).max() if split.ndim else split.astype(jnp.int32)
+    rounds = jnp.where(split_anywhere > 0, num_blocks.bit_length() + 1, 0)
+    bounds = (lowest * 0 - 1, jnp.where(split, num_blocks, 0))
+    _, first_index = lax.fori_loop(0, rounds, halve_indices, bounds)
     return bits, first_index, margin
