@@ -41,7 +41,7 @@ class PrefillPlan:
 
     Attributes:
         model: the model's shape.
-        config: the setting; `top_p` and `score_memory` are traced and ignored here.
+        config: the setting; `top_p` is traced and ignored here, of `score_memory` only whether there is any counts.
         drop_layers: resolved drop layers, rising; () is dense.
         num_rows: rows of the packed batch (a prompt bucket).
         num_requests: request slots.
@@ -250,8 +250,9 @@ class _Prefill:
 
         def shape(item: tuple[int, _Segment]) -> tuple[object, ...]:
             number, segment = item
+            span = None if self._loops_are_free else segment.last - segment.drop
             # In carry mode a later drop layer's mixer runs on all rows, the last layer's on kept rows only.
-            return (*segment.shape(self.config), closing and number + 1 < len(drops))
+            return (*segment.shape(self.config), span, closing and number + 1 < len(drops))
 
         outputs = []
         for _, group in groupby(numbered, key=shape):
@@ -330,7 +331,7 @@ class _Prefill:
                 x, caches, queries = self._mix(kind, layer, x, packed, caches)
                 return x, caches, self._window(queries, packed)
 
-            count = last_layer - drop_layer
+            count = self._span(example, drop_layer, last_layer)
             carry = (kept, caches, queries)
             kept, caches, queries = loop_run(
                 self.kinds[example.drop], drop_layer + 1, count, feed_forward_then_mix, carry
@@ -339,7 +340,7 @@ class _Prefill:
             kept = packed.map_rows(self._layer(self.kinds[example.drop], drop_layer).transform, kept)
             body, middle = self._whole_layer(packed), example.middle(self.config)
             if example.is_uniform(self.config) or (len(middle) == 1 and isinstance(middle[0], LayerRun)):
-                count = last_layer - drop_layer - 1
+                count = self._span(example, drop_layer, last_layer) - 1
                 kind = self.kinds[example.last - 1]
                 kept, caches = loop_run(kind, drop_layer + 1, count, body, (kept, caches))
             else:
@@ -348,6 +349,15 @@ class _Prefill:
                 kept, caches, queries = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
                 queries = self._window(queries, packed)
         return jnp.pad(kept, ((0, x.shape[0] - length), (0, 0))), caches, queries
+
+    @property
+    def _loops_are_free(self) -> bool:
+        """Whether loops of traced length cost nothing: on a CPU; a GPU's host waits for the length at every turn."""
+        return self.plan.row_chunk is not None
+
+    def _span(self, example: _Segment, drop_layer: Array, last_layer: Array) -> Int32[Array, ""] | int:
+        """Layers from a drop to the end of its segment: static where every segment of the group has as many."""
+        return last_layer - drop_layer if self._loops_are_free else example.last - example.drop
 
     def _whole_layer(self, packed: PackedRows) -> Callable:
         def body(kind: str, layer: Int32[Array, ""] | int, carry: tuple[Array, LayerCaches]):

@@ -141,4 +141,5 @@ def _sampling_key(sampling: SamplingConfig) -> SamplingConfig:
 def _traced_out(plan: PrefillPlan) -> PrefillPlan:
     """The plan with everything that is traced, or that a dense prefill does not read, set to one value."""
     fixed = UniPrefillConfig(sliding_window=plan.config.sliding_window) if not plan.drop_layers else plan.config
-    return replace(plan, config=replace(fixed, top_p=0.5, score_memory=0.0, drop_layers="auto"))
+    memory = 0.5 if fixed.score_memory else 0.0
+    return replace(plan, config=replace(fixed, top_p=0.5, score_memory=memory, drop_layers="auto"))

@@ -52,7 +52,10 @@ def choose_tokens(
     scale: float,
     num_blocks: int,
 ) -> Drop:
-    """Score, order, cut and force (notes: algorithm, steps 2-4). `memory` is the weight of the carried scores."""
+    """Score, order, cut and force (notes: algorithm, steps 2-4).
+
+    `memory` is the weight of the carried scores; where `config.score_memory` is 0 none are read or written.
+    """
     queries, keys, cu_seqlens, token_scores = inputs
     num_rows = keys.shape[0]
     with jax.named_scope("score"):
@@ -65,10 +68,12 @@ def choose_tokens(
             scale=scale,
             peak=config.score == "peak",
         )
-        fresh = scores.mass if scores.peak is None else scores.peak
-        rows = rows_of_blocks(cu_seqlens, num_blocks, config.block_size)
-        carried = mean_over_blocks(token_scores, rows)
-        combined = (1.0 - memory) * fresh + memory * carried
+        combined = scores.mass if scores.peak is None else scores.peak
+        if config.score_memory:
+            rows = rows_of_blocks(cu_seqlens, num_blocks, config.block_size)
+            combined = (1.0 - memory) * combined + memory * mean_over_blocks(token_scores, rows)
+            spread = jnp.broadcast_to(combined[..., None], rows.shape)
+            token_scores = jnp.zeros(num_rows, jnp.float32).at[rows].set(spread, mode="drop")
     with jax.named_scope("select"):
         selection = top_p_select(
             combined,
@@ -81,11 +86,10 @@ def choose_tokens(
             cut=config.cut,
             over=config.top_p_over,
         )
-        spread = jnp.broadcast_to(combined[..., None], rows.shape)
         return Drop(
             indices=selection.indices,
             cu_seqlens=selection.cu_seqlens,
-            token_scores=jnp.zeros(num_rows, jnp.float32).at[rows].set(spread, mode="drop"),
+            token_scores=token_scores,
             block_mass=selection.normalised,
             cut_margin=selection.cut_margin,
             discarded_mass=jnp.where(selection.kept_blocks, 0.0, scores.mass).sum(axis=-1),
