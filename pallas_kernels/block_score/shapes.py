@@ -46,9 +46,7 @@ SHAPES = tuple(
 )
 # One of each kind of program that the kernels come in; the rest differ in sizes only.
 DISTINCT_SHAPES = (
-    *(Shape(heads, 1, 4096) for heads in FAMILIES),
-    Shape(LLAMA_3_1_8B, 16, 1024),
-    Shape(SMOLLM2_135M, 1, 2048),
-    Shape(LLAMA_3_1_8B, 1, 4096, window=32, block_size=32),
-    Shape(GEMMA_3_12B, 2, 4096, block_size=128),
+    Shape(LLAMA_3_1_8B, 1, 4096),
+    Shape(QWEN3_NEXT_80B, 1, 4096, block_size=128),
+    Shape(SMOLLM2_135M, 2, 1024, window=32, block_size=32),
 )

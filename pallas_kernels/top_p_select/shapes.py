@@ -26,4 +26,4 @@ SHAPES = (
     *(Shape(16, length) for length in (1024, 4096, 16384, 65536)),
 )
 LARGEST = Shape(64, 1048576)  # 64 requests of 16,384 blocks each
-DISTINCT_SHAPES = (Shape(1, 4096), Shape(16, 1024), Shape(1, 1048576))
+DISTINCT_SHAPES = (Shape(16, 1024),)

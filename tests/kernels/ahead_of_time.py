@@ -1,0 +1,97 @@
+"""Compiles every kernel for an accelerator that is not there: python -m tests.kernels.ahead_of_time TARGET [--all].
+
+TARGET is "sm_90a" or a TPU topology such as "v6e:2x2". Prints one line per program; runs in an environment that has the
+compiler plugin (requirements/aot-gpu.txt, requirements/aot-tpu.txt).
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels.block_score import block_score
+from pallas_kernels.block_score import shapes as score_shapes
+from pallas_kernels.compact_rows import compact_rows
+from pallas_kernels.compact_rows import shapes as compact_shapes
+from pallas_kernels.top_p_select import shapes as select_shapes
+from pallas_kernels.top_p_select import top_p_select
+
+
+def programs(every_shape: bool):
+    """Name, function of a backend, and argument shapes of everything to compile."""
+    which = "SHAPES" if every_shape else "DISTINCT_SHAPES"
+    for shape in getattr(score_shapes, which):
+        heads, kv_heads, head_dim = shape.heads
+
+        def score(backend, queries, keys, cu, shape=shape, head_dim=head_dim):
+            return block_score(
+                queries,
+                keys,
+                cu,
+                num_blocks=shape.num_blocks,
+                block_size=shape.block_size,
+                scale=head_dim**-0.5,
+                peak=True,
+                backend=backend,
+            )
+
+        queries = ((shape.batch, shape.window, heads, head_dim), "bfloat16")
+        keys = ((shape.rows, kv_heads, head_dim), "bfloat16")
+        yield f"block_score {shape}", score, (queries, keys, ((shape.batch + 1,), "int32"))
+    for shape in (*select_shapes.SHAPES, select_shapes.LARGEST) if every_shape else select_shapes.DISTINCT_SHAPES:
+        for cut in ("crossing", "below") if every_shape else ("crossing",):
+
+            def select(backend, scores, cu, top_p, shape=shape, cut=cut):
+                return top_p_select(
+                    scores,
+                    cu,
+                    top_p,
+                    num_rows=min(shape.rows, 1 << 20),
+                    block_size=shape.block_size,
+                    sink_tokens=128,
+                    window_tokens=128,
+                    cut=cut,
+                    backend=backend,
+                )
+
+            scores = ((shape.batch, shape.num_blocks), "float32")
+            yield f"top_p_select {shape} {cut}", select, (scores, ((shape.batch + 1,), "int32"), ((), "float32"))
+    for shape in getattr(compact_shapes, which):
+
+        def compact(backend, array, indices, count, shape=shape):
+            return compact_rows((array,), indices, count, out_rows=shape.rows, backend=backend)
+
+        array = ((shape.rows, shape.width), shape.dtype)
+        yield f"compact_rows {shape}", compact, (array, ((shape.rows,), "int32"), ((), "int32"))
+
+
+def main(target: str, every_shape: bool) -> None:
+    """Compile all programs for `target`; the first that does not compile raises."""
+    if target == "sm_90a":
+        description = Path(__file__).with_name("h200_target.txtpb").read_text()
+        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=description)
+        platform, backend = "cuda", "mosaic_gpu"
+    else:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
+        platform, backend = "tpu", "mosaic_tpu"
+    device = SingleDeviceSharding(topology.devices[0])
+    for name, function, arguments in programs(every_shape):
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device) for shape, dtype in arguments]
+        traced = jax.jit(lambda *a, function=function: function(backend, *a)).trace(*shapes)
+        program = traced.lower(lowering_platforms=(platform,)).compile()
+        text = program.as_text()
+        if text is None or not ("mosaic_gpu" in text or "tpu_custom_call" in text):
+            raise SystemExit(f"{name}: compiled without the kernel")
+        print(f"compiled {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], "--all" in sys.argv[2:])
