@@ -1,13 +1,19 @@
 """Scoring and selection for one request on their own, for users who bring queries and keys of their own model."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.block_score import block_score
 from pallas_kernels.top_p_select import top_p_select
-from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.config import BLOCK_SIZES, UniPrefillConfig
 from uniprefill_jax.errors import InputError
+
+_score = jax.jit(block_score, static_argnames=("num_blocks", "block_size", "scale", "peak"))
+_select = jax.jit(
+    top_p_select, static_argnames=("num_rows", "block_size", "sink_tokens", "window_tokens", "cut", "over")
+)
 
 
 def score_blocks(
@@ -33,6 +39,8 @@ def score_blocks(
     """
     if score not in ("mean", "peak"):
         raise InputError(f"score_blocks: score is {score!r}; use 'mean' or 'peak'")
+    if block_size not in BLOCK_SIZES:
+        raise InputError(f"score_blocks: block_size is {block_size!r}; use one of {BLOCK_SIZES}")
     if queries.ndim != 3 or keys.ndim != 3 or queries.shape[2] != keys.shape[2] or queries.shape[1] % keys.shape[1]:
         raise InputError(
             f"score_blocks: queries {queries.shape} and keys {keys.shape} do not fit; use [n, H, d] and "
@@ -40,7 +48,7 @@ def score_blocks(
         )
     if not 1 <= length <= keys.shape[0]:
         raise InputError(f"score_blocks: length is {length}; use 1 to the number of keys, {keys.shape[0]}")
-    scores = block_score(
+    scores = _score(
         queries[None],
         keys,
         jnp.asarray([0, length], jnp.int32),
@@ -66,7 +74,7 @@ def select_tokens(
             f"select_tokens: {block_mass.shape} block scores for {length} tokens; {num_blocks} are "
             f"needed for blocks of {config.block_size}"
         )
-    selection = top_p_select(
+    selection = _select(
         jnp.asarray(block_mass, jnp.float32)[None, :num_blocks],
         jnp.asarray([0, length], jnp.int32),
         config.top_p,
