@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -28,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.oracle.small_models import NEW_TOKENS, SMALL_MODELS, small_prompts  # noqa: E402
 
-# transformers reads a GGUF file's vocabulary, and the table of tensor names, several times over: once is enough.
+# transformers reads a GGUF file's vocabulary, and the table of tensor names, several times over: once is enough. Slices
+# of a memory map are slow to make, and the reader makes millions: give it a plain array.
+gguf.gguf_reader.np = SimpleNamespace(**(vars(np) | {"memmap": lambda path, mode: np.fromfile(path, np.uint8)}))
 gguf.GGUFReader = functools.lru_cache(gguf.GGUFReader)
 gguf.get_tensor_name_map = functools.lru_cache(gguf.get_tensor_name_map)
 

@@ -164,7 +164,6 @@ SMALL_MODELS: dict[str, SmallModel] = {
             "moe_intermediate_size": 40,
             "shared_expert_intermediate_size": 48,
             "norm_topk_prob": True,
-            "mlp_only_layers": [1, 6],
             "tie_word_embeddings": False,
         },
         lengths=(640, 641, 703),
@@ -190,7 +189,7 @@ SMALL_MODELS: dict[str, SmallModel] = {
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 24,
             "norm_topk_prob": False,
-            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1, 3],
             "layer_types": [
                 "full_attention",
                 "linear_attention",

@@ -9,29 +9,28 @@ from tests.parity.compare import LOGIT_TOLERANCE, assert_same_greedy, divergence
 from tests.sparsify.rule import Rule
 
 NAMES = list(SMALL_MODELS)
+# Below, at and beyond windows, chunks and the RoPE knee; with the whole prompts they fill sixteen requests.
+PREFIXES = (1, 2, 3, 4, 5, 47, 49, 63, 64, 65, 127, 128, 129)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_greedy_tokens_equal_transformers(name: str, small_llm, oracle_small) -> None:
+def test_a_ragged_batch_equals_transformers(name: str, small_llm, oracle_small) -> None:
+    """Logits of whole prompts (0, 1 and 63 mod 64 tokens) and of many prefixes; greedy tokens of the whole prompts."""
     prompts, truth = small_prompts(name), oracle_small(name)
-    completions = small_llm(name).generate(
-        [prompt.tolist() for prompt in prompts], up.UniPrefillConfig.dense(), greedy()
-    )
-    for number, completion in enumerate(completions):
-        last = truth[f"logits_{number}"][-1]
-        assert relative_error(completion.prefill.logits, last) <= LOGIT_TOLERANCE
-        noise = LOGIT_TOLERANCE * float(last.std())
-        assert_same_greedy(completion.token_ids, truth[f"tokens_{number}"], truth[f"margins_{number}"], noise)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_prefix_length_equals_transformers(name: str, small_llm, oracle_small) -> None:
-    """Many prefixes of one prompt in one ragged batch: below, at and beyond windows, chunks and the RoPE knee."""
-    prompt, truth = small_prompts(name)[0], oracle_small(name)["logits_0"]
-    lengths = [1, 2, 3, 4, 5, 15, 47, 48, 49, 63, 64, 65, 66, 127, 128, 129]
-    results = small_llm(name).prefill([prompt[:length].tolist() for length in lengths], up.UniPrefillConfig.dense())
-    errors = [relative_error(result.logits, truth[n - 1]) for result, n in zip(results, lengths, strict=True)]
-    assert max(errors) <= LOGIT_TOLERANCE, dict(zip(lengths, errors, strict=True))
+    batch = [prompt.tolist() for prompt in prompts] + [prompts[0][:length].tolist() for length in PREFIXES]
+    completions = small_llm(name).generate(batch, up.UniPrefillConfig.dense(), greedy())
+    last = [truth[f"logits_{number}"][-1] for number in range(len(prompts))]
+    last += [truth["logits_0"][length - 1] for length in PREFIXES]
+    errors = {
+        len(prompt): relative_error(completion.prefill.logits, logits)
+        for prompt, completion, logits in zip(batch, completions, last, strict=True)
+    }
+    print(f"{name}: largest relative logit error {max(errors.values()):.1e}")
+    assert max(errors.values()) <= LOGIT_TOLERANCE, errors
+    for number in range(len(prompts)):
+        noise = LOGIT_TOLERANCE * float(last[number].std())
+        tokens, margins = truth[f"tokens_{number}"], truth[f"margins_{number}"]
+        assert_same_greedy(completions[number].token_ids, tokens, margins, noise)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -45,10 +44,12 @@ def test_the_plain_model_equals_transformers_at_every_position(name: str, plain_
     assert errors[-1] <= LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_stays_close(name: str, small_llm, oracle_small) -> None:
-    """KL to float32. Random weights this sharp amplify rounding; the packaged models are held to 1e-2."""
+def test_bfloat16_stays_close(small_llm, oracle_small) -> None:
+    """KL to float32 of the family that has no packaged pretrained weights."""
+    name = "qwen3-irregular"
     prompt, truth = small_prompts(name)[0], oracle_small(name)["logits_0"][-1]
     result = small_llm(name, "bfloat16").prefill([prompt.tolist()], up.UniPrefillConfig.dense())[0]
     assert np.asarray(result.logits).dtype == np.float32
-    assert divergence(truth, result.logits) <= 0.1
+    found = divergence(truth, result.logits)
+    print(f"{name}: KL(float32 || bfloat16) {found:.1e}")
+    assert found <= 1e-2

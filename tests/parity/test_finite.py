@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import uniprefill_jax as up
-from tests.parity.compare import greedy
 
 VOCABULARY = 61
 _SHARED = {
@@ -56,19 +55,14 @@ _QWEN = _SHARED | {
 _SIZES = {"block_size": 16, "sink_tokens": 16, "window_tokens": 8}
 _TINY = {"block_size": 16, "sink_tokens": 0, "window_tokens": 1}
 
+_CANDIDATES = {"score": "peak", "top_p_over": "candidates"}
 POOL = [
-    (_LLAMA, dict(drop_layers=(0, 1), **_SIZES)),
     (_LLAMA | {"num_key_value_heads": 1}, dict(drop_layers=(1, 2), dropped_tokens="carry", cut="below", **_SIZES)),
-    (_LLAMA | {"num_key_value_heads": 4}, dict(drop_layers=(0, 2), score="peak", top_p_over="candidates", **_TINY)),
-    (_LLAMA | {"tie_word_embeddings": True}, dict(drop_layers=(1,), dropped_tokens="carry", score="peak", **_TINY)),
-    (_GEMMA, dict(drop_layers=(1, 3), **_SIZES)),
+    (_LLAMA | {"tie_word_embeddings": True}, dict(drop_layers=(0, 1), score_memory=0.5, **_CANDIDATES, **_TINY)),
+    (_GEMMA | {"sliding_window": 1}, dict(drop_layers=(1, 3), cut="below", top_p_over="candidates", **_SIZES)),
     (_GEMMA, dict(drop_layers=(1, 3), dropped_tokens="carry", sliding_window="kept", score="peak", **_TINY)),
-    (_GEMMA | {"sliding_window": 1}, dict(drop_layers=(1,), cut="below", top_p_over="candidates", **_SIZES)),
-    (_GEMMA | {"sliding_window": 400}, dict(drop_layers=(3,), sliding_window="kept", score="peak", **_TINY)),
-    (_QWEN, dict(drop_layers=(1, 3), **_SIZES)),
-    (_QWEN, dict(drop_layers=(1, 3), dropped_tokens="carry", score="peak", top_p_over="candidates", **_TINY)),
-    (_QWEN | {"mlp_only_layers": [1, 2]}, dict(drop_layers=(1,), cut="below", **_SIZES)),
-    (_QWEN | {"norm_topk_prob": False}, dict(drop_layers=(3,), dropped_tokens="carry", score="peak", **_SIZES)),
+    (_QWEN, dict(drop_layers=(1, 3), dropped_tokens="carry", score_memory=0.5, **_CANDIDATES, **_TINY)),
+    (_QWEN | {"num_experts": 0}, dict(drop_layers=(1,), **_SIZES)),
 ]
 
 
@@ -95,7 +89,7 @@ def batches(draw: st.DrawFn) -> list[int]:
     st.integers(0, len(POOL) - 1),
     batches(),
     st.integers(1, 100),
-    st.integers(0, 99),
+    st.integers(1, 99),
     st.integers(0, 2**31),
 )
 def test_everything_is_finite(number: int, lengths: list[int], percent: int, memory: int, seed: int) -> None:
@@ -103,11 +97,11 @@ def test_everything_is_finite(number: int, lengths: list[int], percent: int, mem
     few = random.integers(0, VOCABULARY, size=random.integers(1, 30))
     prompts = [random.choice(few, length).tolist() for length in lengths]
     setting = POOL[number][1]
-    config = up.UniPrefillConfig(top_p=percent / 100 - 1e-6, score_memory=memory / 100, **setting)
-    for length, completion in zip(lengths, model(number).generate(prompts, config, greedy(2)), strict=True):
-        result = completion.prefill
+    # Whether there is a memory at all is part of the program; its weight is not.
+    weight = {"score_memory": memory / 100} if "score_memory" in setting else {}
+    config = up.UniPrefillConfig(**(setting | {"top_p": percent / 100 - 1e-6} | weight))
+    for length, result in zip(lengths, model(number).prefill(prompts, config), strict=True):
         assert np.isfinite(np.asarray(result.logits)).all()
-        assert len(completion.token_ids) == 2
         entered = length
         for layer in setting["drop_layers"]:
             kept, mass = np.asarray(result.kept_positions[layer]), np.asarray(result.block_mass[layer])
@@ -118,5 +112,6 @@ def test_everything_is_finite(number: int, lengths: list[int], percent: int, mem
             assert set(range(max(0, length - setting["window_tokens"]), length)) <= set(kept.tolist())
             assert not np.isnan(result.cut_margin[layer])
             entered = length if setting.get("dropped_tokens") == "carry" else len(kept)
-        assert 0 < result.flop_fraction <= 1
+        # Scoring is counted too: keeping everything costs a little more than dense.
+        assert 0 < result.flop_fraction <= 1.2
         assert np.isfinite(list(np.ravel(list(result.discarded_mass.values())))).all()

@@ -1,6 +1,5 @@
 """UniPrefill end to end against the plain model: every mode, all families; and decoding over what was kept."""
 
-import numpy as np
 import pytest
 
 from tests.oracle.small_models import SMALL_MODELS, make_prompt, small_prompts
@@ -26,10 +25,14 @@ MODES = [
     ("discard", "kept", "mean", 0.0, "candidates", "crossing"),
 ]
 SETTINGS = ("dropped_tokens", "sliding_window", "score", "score_memory", "top_p_over", "cut")
-FULL = ("llama-scaled", "gemma-regular", "qwen3-next")
-SOME = ("llama-plain", "gemma-irregular", "qwen3-irregular")
-CASES = [(name, mode) for name in FULL for mode in range(len(MODES))] + [
-    (name, mode) for name in SOME for mode in (1, 4)
+# Every mode at least once, most on the family where windows matter: a program takes ten seconds or more to compile.
+CASES = [("gemma-regular", mode) for mode in range(4)] + [
+    ("llama-scaled", 0),
+    ("llama-scaled", 3),
+    ("llama-plain", 5),
+    ("gemma-irregular", 4),
+    ("qwen3-next", 1),
+    ("qwen3-irregular", 3),
 ]
 
 
@@ -46,21 +49,11 @@ def test_kept_sets_logits_and_decoding_equal_the_plain_model(name: str, mode: in
     assert sum(dropped[0]) > sum(dropped[1])
 
 
-@pytest.mark.parametrize("name", ["llama-plain", "gemma-irregular", "qwen3-irregular"])
-def test_default_sizes(name: str, small_llm, plain_model) -> None:
+def test_default_sizes(small_llm, plain_model) -> None:
     """Block 64, sink and window 128, on a longer prompt."""
+    name = "llama-plain"
     prompt = make_prompt(SMALL_MODELS[name].config["vocab_size"], 1217, 9)
     rule = Rule(top_p=0.9, drop_layers=DROPS[name])
-    completion = small_llm(name).generate([prompt.tolist()], library_config(rule), greedy(20))[0]
+    completion = small_llm(name).generate([prompt.tolist()], library_config(rule), greedy())[0]
     trace = assert_equals_plain(completion, prompt, plain_model(name), rule)
     assert all(len(kept) < len(prompt) for kept in trace.kept.values())
-
-
-@pytest.mark.parametrize("mode", ["discard", "carry"])
-def test_a_prompt_of_sink_and_window_alone_is_dense(mode: str, small_llm, plain_model) -> None:
-    prompt = small_prompts("llama-scaled")[0][:56]
-    rule = Rule(top_p=0.3, drop_layers=DROPS["llama-scaled"], dropped_tokens=mode, **SIZES)
-    completion = small_llm("llama-scaled").generate([prompt.tolist()], library_config(rule), greedy())[0]
-    trace = assert_equals_plain(completion, prompt, plain_model("llama-scaled"), rule)
-    assert all(len(kept) == len(prompt) for kept in trace.kept.values())
-    assert np.asarray(completion.prefill.kv_lengths).tolist() == [56] * 5

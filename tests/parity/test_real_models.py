@@ -11,11 +11,11 @@ NAMES = list(REAL_LENGTHS)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_and_greedy_tokens_equal_transformers(name: str, real_llm, oracle_real) -> None:
-    truth = oracle_real(name)
-    for length in REAL_LENGTHS[name]:
-        prompt = truth["ids"][:length].tolist()
-        completion = real_llm(name).generate([prompt], up.UniPrefillConfig.dense(), greedy())[0]
+def test_a_ragged_batch_equals_transformers(name: str, real_llm, oracle_real) -> None:
+    truth, lengths = oracle_real(name), REAL_LENGTHS[name]
+    prompts = [truth["ids"][:length].tolist() for length in lengths]
+    completions = real_llm(name).generate(prompts, up.UniPrefillConfig.dense(), greedy())
+    for length, completion in zip(lengths, completions, strict=True):
         error = relative_error(completion.prefill.logits, truth[f"logits_{length}"])
         print(f"{name} at {length} tokens: relative logit error {error:.1e}")
         assert error <= LOGIT_TOLERANCE

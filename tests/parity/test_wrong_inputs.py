@@ -42,10 +42,11 @@ def test_prompts_that_cannot_be_used(llm: up.LLM, prompts, parts) -> None:
     assert_names(error, *parts)
 
 
-def test_a_prompt_that_leaves_no_room_for_the_tokens_asked_for(llm: up.LLM) -> None:
-    with pytest.raises(InputError) as error:
-        llm.generate([[1] * 4096], DENSE, up.SamplingConfig(max_tokens=8))
-    assert_names(error, "4096")
+def test_a_prompt_that_fills_the_model_does_not_cut_its_neighbours_short(llm: up.LLM) -> None:
+    full, short = llm.generate([[1] * 4096, [1, 2, 3]], DENSE, up.SamplingConfig(max_tokens=8, ignore_eos=True))
+    assert full.finish_reason == short.finish_reason == "length"
+    assert len(full.token_ids) == 1
+    assert len(short.token_ids) == 8
 
 
 @pytest.mark.parametrize("layer", [0, 3, 8, 99])
@@ -118,5 +119,9 @@ def test_block_functions_refuse_arrays_that_do_not_fit() -> None:
         up.score_blocks(queries, keys, 101)
     with pytest.raises(InputError):
         up.score_blocks(queries[:, :3], keys, 100)
+    for block_size in (0, -64):
+        with pytest.raises(InputError) as error:
+            up.score_blocks(queries, keys, 100, block_size=block_size)
+        assert_names(error, "block_size", str(block_size))
     with pytest.raises(InputError):
         up.select_tokens(np.ones(1, np.float32), 100, up.UniPrefillConfig())
