@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 BLOCKER_SIZE = 8192  # one bfloat16 product of this size is about 1.4 ms of a Hopper GPU
-BLOCKER_PRODUCTS = 10
+BLOCKER_PRODUCTS = 4  # as short as covers the launches: its own spread is the noise of the result
 MOST_RUNS = 24  # programs in flight; the runtime makes the host wait beyond 32
 
 
@@ -28,11 +28,18 @@ class DeviceTimer:
             def block(factor):
                 product = factor
                 for _ in range(BLOCKER_PRODUCTS):
-                    product = (product @ factor) * jnp.bfloat16(BLOCKER_SIZE**-0.5)
+                    product = product @ factor  # grows by sqrt(8192) each time, which bfloat16 holds for these few
                 return product
 
             self.block = jax.jit(block).lower(self.factor).compile()
             jax.block_until_ready(self.block(self.factor))
+
+    def resolution(self) -> float:
+        """Milliseconds below which a single run's time is noise: the spread of the product alone over the runs."""
+        if not self.on_accelerator:
+            return 0.0
+        alone = [self._seconds(None, (), 0) for _ in range(9)]
+        return (statistics.quantiles(alone, n=4)[2] - statistics.quantiles(alone, n=4)[0]) / MOST_RUNS * 1e3
 
     def product_tflops(self) -> float:
         """The bfloat16 matrix product rate of the device, in TFLOP/s."""
@@ -51,7 +58,7 @@ class DeviceTimer:
         once = max(self._seconds(program, argument_sets, 1) - alone, 2e-5)
         runs = max(2, min(MOST_RUNS, round(0.006 / once)))
         samples = []
-        for _ in range(repeats):
+        for _ in range(repeats if once > 5e-4 else 2 * repeats + 1):  # the shorter the run, the larger the noise
             alone = self._seconds(None, argument_sets, 0)
             together = self._seconds(program, argument_sets, runs)
             samples.append((together - alone) / runs * 1e3)

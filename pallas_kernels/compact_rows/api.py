@@ -62,7 +62,7 @@ def compact_rows(
     if backend != "auto":
         raise ValueError(f"compact_rows: backend is {backend!r}; use 'auto', 'reference', 'mosaic_gpu' or 'mosaic_tpu'")
     # Array by array: positions are too narrow for a kernel and too small to need one.
-    chosen = [choose_backend(row=array.shape[1:], dtype=str(array.dtype)) for array in arrays]
+    chosen: list[Kernels] = [choose_backend(row=array.shape[1:], dtype=str(array.dtype)) for array in arrays]
     moved = {
         name: iter(
             compact_rows(
