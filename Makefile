@@ -52,6 +52,7 @@ test-gpu: $(STAMPS)/development $(STAMPS)/cuda
 lint: $(STAMPS)/development
 	@echo "Checking the code: ruff, pyright"
 	@$(PYTHON_IN_VENV) -m ruff check --quiet $(wildcard $(LINTED))
+	@$(PYTHON_IN_VENV) -m ruff format --check --quiet $(wildcard $(LINTED)) || { echo "run \`make format\`" >&2; exit 1; }
 	@$(PYTHON_IN_VENV) -m pyright --pythonpath $(PYTHON_IN_VENV)
 
 format: $(STAMPS)/development
