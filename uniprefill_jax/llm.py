@@ -19,6 +19,7 @@ from uniprefill_jax.models.parameters import initialise, parameter_specs, with_p
 from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
+from uniprefill_jax.sampling import SamplingKind, SamplingNumbers
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 if TYPE_CHECKING:
@@ -234,7 +235,8 @@ class LLM:
         """Tokens of every request, step by step, until the last request's limit is reached."""
         num_requests = len(batch.results)
         limit = max(self._token_limits(batch, sampling))
-        tokens, _ = self._programs.sample(batch.output.logits, sampling)
+        kind, numbers = SamplingKind.of(sampling), SamplingNumbers.of(sampling)
+        tokens, _ = self._programs.sample(kind, numbers, batch.output.logits)
         yield np.asarray(tokens)[:num_requests]
         if limit == 1:
             return
@@ -242,7 +244,7 @@ class LLM:
         state, _ = self._programs.start_decode(plan, batch.output)
         for _ in range(limit - 1):
             (tokens, state), _ = self._programs.decode(
-                plan, sampling, batch.output.caches, batch.output.segments, state, tokens
+                plan, kind, numbers, batch.output.caches, batch.output.segments, state, tokens
             )
             yield np.asarray(tokens)[:num_requests]
 

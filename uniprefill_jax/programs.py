@@ -3,7 +3,7 @@
 import hashlib
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
+from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.decode import DecodePlan, DecodeState, decode_step, start_decode
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.prefill import LayerCaches, PrefillOutput, PrefillPlan, SegmentRows, prefill
-from uniprefill_jax.sampling import sample
+from uniprefill_jax.sampling import SamplingKind, SamplingNumbers, sample
 
 CACHE_FOLDER = Path("~/.cache/uniprefill-jax/compiled")
 
@@ -48,7 +48,7 @@ class Programs:
         self.parameters = parameters
         # Float32 means float32: accelerators would otherwise multiply in tf32 or bfloat16.
         self.precision = "highest" if dtype == jnp.float32 else "default"
-        self.compiled: dict[Any, Callable[..., Any]] = {}
+        self.compiled: dict[Hashable, Callable[..., Any]] = {}
 
     def prefill(
         self, plan: PrefillPlan, tokens: jax.Array, cu_seqlens: jax.Array
@@ -69,34 +69,34 @@ class Programs:
     def start_decode(self, plan: DecodePlan, output: PrefillOutput) -> tuple[DecodeState, float]:
         """Empty stores for the tokens to come."""
         num_requests = output.logits.shape[0]
-        key = (plan, num_requests, jax.tree.map(jnp.shape, output.caches))
-        program, seconds = self._program(str(key), partial(_start_decode, plan, num_requests), (output.caches,))
+        key = ("start_decode", plan, num_requests, _shapes(output.caches))
+        program, seconds = self._program(key, partial(_start_decode, plan, num_requests), (output.caches,))
         return program(output.caches), seconds
 
     def decode(
         self,
         plan: DecodePlan,
-        sampling: SamplingConfig,
+        kind: SamplingKind,
+        numbers: SamplingNumbers,
         caches: LayerCaches,
         segments: SegmentRows,
         state: DecodeState,
         tokens: jax.Array,
     ) -> tuple[tuple[jax.Array, DecodeState], float]:
         """One step: the next tokens and the state after it. `state` is consumed."""
-        arguments = (self.parameters, caches, segments, state, tokens)
-        rule = _sampling_key(sampling)
-        key = str((plan, rule, jax.tree.map(jnp.shape, (caches, segments, tokens))))
-        program, seconds = self._program(key, partial(_decode, self.graph, plan, rule), arguments, donate=(3,))
+        arguments = (self.parameters, caches, segments, state, tokens, numbers)
+        key = ("decode", plan, kind, _shapes((caches, segments, tokens)))
+        program, seconds = self._program(key, partial(_decode, self.graph, plan, kind), arguments, donate=(3,))
         return program(*arguments), seconds
 
-    def sample(self, logits: jax.Array, sampling: SamplingConfig) -> tuple[jax.Array, float]:
+    def sample(self, kind: SamplingKind, numbers: SamplingNumbers, logits: jax.Array) -> tuple[jax.Array, float]:
         """The first token, from the prefill's logits."""
-        rule = _sampling_key(sampling)
-        program, seconds = self._program(str((rule, logits.shape)), partial(_sample_first, rule), (logits,))
-        return program(logits), seconds
+        arguments = (logits, numbers)
+        program, seconds = self._program(("sample", kind, logits.shape), partial(_sample_first, kind), arguments)
+        return program(*arguments), seconds
 
     def _program(
-        self, key: Any, function: Callable[..., Any], arguments: tuple[Any, ...], donate: tuple[int, ...] = ()
+        self, key: Hashable, function: Callable[..., Any], arguments: tuple[Any, ...], donate: tuple[int, ...] = ()
     ) -> tuple[Callable[..., Any], float]:
         if key in self.compiled:
             return self.compiled[key], 0.0
@@ -118,24 +118,26 @@ def _start_decode(plan: DecodePlan, num_requests: int, caches: LayerCaches) -> D
 def _decode(
     graph: nnx.GraphDef,
     plan: DecodePlan,
-    sampling: SamplingConfig,
+    kind: SamplingKind,
     parameters: nnx.State,
     caches: LayerCaches,
     segments: SegmentRows,
     state: DecodeState,
     tokens: jax.Array,
+    numbers: SamplingNumbers,
 ) -> tuple[jax.Array, DecodeState]:
     logits, after = decode_step(plan, nnx.merge(graph, parameters), caches, segments, state, tokens)
-    return sample(logits, sampling, after.step), after
+    return sample(logits, kind, numbers, after.step), after
 
 
-def _sample_first(sampling: SamplingConfig, logits: jax.Array) -> jax.Array:
-    return sample(logits, sampling, jnp.zeros((), jnp.int32))
+def _sample_first(kind: SamplingKind, logits: jax.Array, numbers: SamplingNumbers) -> jax.Array:
+    return sample(logits, kind, numbers, jnp.zeros((), jnp.int32))
 
 
-def _sampling_key(sampling: SamplingConfig) -> SamplingConfig:
-    """The setting with everything that only the host reads set to one value."""
-    return replace(sampling, max_tokens=1, stop=(), ignore_eos=False)
+def _shapes(arrays: Any) -> Hashable:
+    """What of a pytree of arrays decides the program: its structure and the arrays' shapes."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, tuple(leaf.shape for leaf in leaves)
 
 
 def _traced_out(plan: PrefillPlan) -> PrefillPlan:

@@ -1,37 +1,71 @@
-"""Drawing tokens from logits: greedy, or temperature with top-k and top-p."""
+"""Drawing tokens from logits: greedy, or temperature with top-k and top-p.
+
+What kind of rule it is decides the program; its numbers are traced, so another seed or temperature compiles nothing.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from uniprefill_jax.config import SamplingConfig
 
 
-def sample(logits: Float[Array, "B vocab"], config: SamplingConfig, step: Int32[Array, ""]) -> Int32[Array, " B"]:
+class SamplingKind(NamedTuple):
+    """The static side of a setting: greedy or not, and whether top-k or top-p restrict the draw."""
+
+    greedy: bool
+    restricted: bool
+
+    @classmethod
+    def of(cls, config: SamplingConfig) -> "SamplingKind":
+        """The kind of a setting."""
+        return cls(config.temperature == 0.0, config.top_k > 0 or config.top_p < 1.0)
+
+
+class SamplingNumbers(NamedTuple):
+    """The traced side of a setting."""
+
+    temperature: Float[Array, ""]
+    top_k: Int32[Array, ""]
+    top_p: Float[Array, ""]
+    seed: UInt32[Array, ""]
+
+    @classmethod
+    def of(cls, config: SamplingConfig) -> "SamplingNumbers":
+        """The numbers of a setting."""
+        return cls(
+            jnp.asarray(config.temperature, jnp.float32),
+            jnp.asarray(config.top_k, jnp.int32),
+            jnp.asarray(config.top_p, jnp.float32),
+            jnp.asarray(config.seed, jnp.uint32),
+        )
+
+
+def sample(
+    logits: Float[Array, "B vocab"], kind: SamplingKind, numbers: SamplingNumbers, step: Int32[Array, ""]
+) -> Int32[Array, " B"]:
     """One token per request. Draws depend on the seed and the step only, not on what else is in the batch."""
-    if config.temperature == 0.0:
+    if kind.greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    key = jax.random.fold_in(jax.random.key(config.seed), step)
-    allowed = _restrict(logits / config.temperature, config)
+    key = jax.random.fold_in(jax.random.key(numbers.seed), step)
+    logits = logits / numbers.temperature
+    if kind.restricted:
+        logits = _restrict(logits, numbers)
     noise = jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
-    return jnp.argmax(allowed + noise, axis=-1).astype(jnp.int32)
+    return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
-def _restrict(logits: Float[Array, "B vocab"], config: SamplingConfig) -> Float[Array, "B vocab"]:
+def _restrict(logits: Float[Array, "B vocab"], numbers: SamplingNumbers) -> Float[Array, "B vocab"]:
     """Logits with everything outside top-k and top-p at minus infinity; the likeliest token always stays."""
-    if config.top_k == 0 and config.top_p >= 1.0:
-        return logits
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ordered = jnp.take_along_axis(logits, order, axis=-1)
     rank = jnp.arange(logits.shape[-1])
-    stays = jnp.ones(ordered.shape, bool)
-    if config.top_k:
-        stays &= rank < config.top_k
-    if config.top_p < 1.0:
-        probabilities = jax.nn.softmax(jnp.where(stays, ordered, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        stays &= before < config.top_p
-    stays = stays.at[:, 0].set(True)
+    stays = (numbers.top_k == 0) | (rank < numbers.top_k)
+    probabilities = jax.nn.softmax(jnp.where(stays, ordered, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    stays = stays & ((numbers.top_p >= 1.0) | (before < numbers.top_p)) | (rank == 0)
     requests = jnp.arange(logits.shape[0])[:, None]
     kept = jnp.zeros(stays.shape, bool).at[requests, order].set(stays)
     return jnp.where(kept, logits, -jnp.inf)

@@ -1,11 +1,12 @@
 """Sampling, stopping and streaming, on a small random model and the packaged SmolLM2."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import uniprefill_jax as up
-from uniprefill_jax.sampling import sample
+from uniprefill_jax.sampling import SamplingKind, SamplingNumbers, sample
 
 TINY = {
     "model_type": "llama",
@@ -34,9 +35,13 @@ def logits():
     return jnp.asarray(np.random.default_rng(0).standard_normal((2, 50), dtype=np.float32))
 
 
+draw_once = jax.jit(sample, static_argnames="kind")
+
+
 def draw(logits, steps: int, **setting) -> np.ndarray:
     config = up.SamplingConfig(**setting)
-    return np.stack([np.asarray(sample(logits, config, jnp.int32(step))) for step in range(steps)])
+    kind, numbers = SamplingKind.of(config), SamplingNumbers.of(config)
+    return np.stack([np.asarray(draw_once(logits, kind, numbers, jnp.int32(step))) for step in range(steps)])
 
 
 def test_greedy_takes_the_likeliest(logits):
