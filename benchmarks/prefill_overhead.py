@@ -60,7 +60,8 @@ def measure(llm: LLM, arch: str, length: int, top_ps: list[float], runs: int) ->
     """Rows of one prompt length: dense first, then every top_p."""
     drop_layers = auto_drop_layers(llm.config)
     setting = UniPrefillConfig(top_p=0.5, drop_layers=drop_layers)
-    plans = {None: PrefillPlan.for_batch(llm.config, UniPrefillConfig.dense(), (), [length], DTYPES[llm.dtype])}
+    dense = PrefillPlan.for_batch(llm.config, UniPrefillConfig.dense(), (), [length], DTYPES[llm.dtype])
+    plans: dict[float | None, PrefillPlan] = {None: dense}
     for top_p in top_ps:
         config = replace(setting, top_p=top_p)
         plans[top_p] = PrefillPlan.for_batch(llm.config, config, drop_layers, [length], DTYPES[llm.dtype])

@@ -30,7 +30,6 @@ _HOMES = {
     "score_blocks": "sparsify.selection",
     "select_tokens": "sparsify.selection",
 }
-__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -40,3 +39,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return sorted(_HOMES)
