@@ -46,11 +46,13 @@ def test_kernels_compile_for_tpu(target):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_shape_compiles_for_h200():
     compile_all("gpu", "sm_90a", "--all")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("target", TPUS)
 def test_every_shape_compiles_for_tpu(target):
     compile_all("tpu", target, "--all")
