@@ -260,7 +260,7 @@ class _Prefill:
             numbers = [number for number, _ in members]
             example = members[0][1]
             full_rows = full if closing and numbers[-1] + 1 < len(drops) else None
-            step = partial(self._drop_and_run, example, full, full_rows, top_p, score_memory)
+            step = partial(self._drop_and_run, example, full_rows, top_p, score_memory)
             bounds = jnp.asarray([[s.drop, s.last, int(n > 0)] for n, s in members], jnp.int32)
             if len(members) == 1:
                 state, output = step(state, bounds[0])
@@ -274,14 +274,17 @@ class _Prefill:
     def _drop_and_run(
         self,
         example: _Segment,
-        full: PackedRows,
         full_rows: PackedRows | None,
         top_p: Float[Array, ""],
         score_memory: Float[Array, ""],
         state: _SegmentState,
         bounds: Int32[Array, "3"],
     ) -> tuple[_SegmentState, tuple[SegmentRows, DropReport]]:
-        """One drop, then the layers up to the next. `bounds`: drop layer, last layer, whether scores are carried."""
+        """One drop, then the layers up to the next.
+
+        `full_rows` are all rows, where the next drop layer's mixer runs on them (carry mode). `bounds` holds the drop
+        layer, the last layer, and whether scores are carried.
+        """
         plan, kind = self.plan, self.kinds[example.drop]
         drop_layer, last_layer, has_memory = bounds[0], bounds[1], bounds[2]
         cache = state.caches[kind]
