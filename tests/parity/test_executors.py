@@ -23,8 +23,8 @@ def test_the_ladder_equals_the_plain_model(small_folder, plain_model, monkeypatc
 
     monkeypatch.setattr(PrefillPlan, "for_batch", on_accelerator)
     llm = up.LLM.load(small_folder(name), dtype="float32")
-    prompt = small_prompts(name)[1]
-    ladder = np.array(length_ladder(704))
+    prompt = small_prompts(name)[1][:321]
+    ladder = np.array(length_ladder(384))
     rungs = set()
     for top_p in (0.1, 0.4, 0.7, 0.95):
         rule = Rule(top_p=top_p, drop_layers=DROPS[name], **SIZES, **dict(zip(SETTINGS, MODES[mode], strict=True)))
@@ -32,4 +32,4 @@ def test_the_ladder_equals_the_plain_model(small_folder, plain_model, monkeypatc
         assert_equals_plain(completion, prompt, plain_model(name), rule)
         lengths = [len(kept) for kept in completion.prefill.kept_positions.values()]
         rungs |= {int(ladder[np.searchsorted(ladder, length)]) for length in lengths}
-    assert len(rungs) >= 4, f"few rungs were taken: {sorted(rungs)}"
+    assert len(rungs) >= 3, f"few rungs were taken: {sorted(rungs)}"
