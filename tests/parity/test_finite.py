@@ -6,11 +6,15 @@ traced, so the pool compiles once. Packed sizes stay within one bucket.
 
 from functools import lru_cache
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import uniprefill_jax as up
+from uniprefill_jax.models.causal_lm import CausalLM
+from uniprefill_jax.models.parameters import parameter_specs
 
 VOCABULARY = 61
 _SHARED = {
@@ -68,7 +72,14 @@ POOL = [
 
 @lru_cache
 def model(number: int) -> up.LLM:
-    return up.LLM.from_config(POOL[number][0], dtype="float32", seed=number)
+    """One of the pool, every parameter random, norms included (drawn by numpy: nothing to compile)."""
+    random = np.random.default_rng(number)
+
+    def parameters(causal_lm: CausalLM) -> dict[str, jax.Array]:
+        specs = parameter_specs(causal_lm)
+        return {path: jnp.asarray(random.normal(0, 0.3, spec.full_shape), jnp.float32) for path, spec in specs.items()}
+
+    return up.LLM(POOL[number][0], parameters, "float32")
 
 
 @st.composite
