@@ -70,7 +70,9 @@ def main() -> None:
             theirs.append(seconds)
     oracle.stdin.close()
     oracle.wait()
-    ratio = statistics.median(ours) / statistics.median(theirs)
+    # Each run is set against its neighbour in time, so that a machine that slows down for a while slows both.
+    ratios = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+    ratio = statistics.median(ratios)
     print(f"median {statistics.median(ours):.2f} s / {statistics.median(theirs):.2f} s, ratio {ratio:.2f}")
     if options.json is not None:
         row = {
@@ -82,6 +84,8 @@ def main() -> None:
             "ttft_ms": round(statistics.median(ours) * 1e3, 1),
             "hf_ttft_ms": round(statistics.median(theirs) * 1e3, 1),
             "ratio": round(ratio, 3),
+            "ratio_min": round(ratios[0], 3),
+            "ratio_max": round(ratios[-1], 3),
             "runs": options.runs,
             "hf_attention": attention,
         }

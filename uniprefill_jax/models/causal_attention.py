@@ -64,7 +64,10 @@ def causal_attention(
     values = jnp.pad(values, ((0, key_rows - num_rows), (0, 0), (0, 0))).swapaxes(0, 1)
     padded = query_tiles * query_tile - num_rows
     # Heads that share a KV head are packed along the rows of one matrix product.
-    tiles = jnp.pad(queries, ((0, padded), (0, 0), (0, 0)))
+    # Float32 queries are scaled once; in a narrower type that would round, so there the scores are scaled.
+    wide = queries.dtype == jnp.float32
+    score_scale = 1.0 if wide else scale
+    tiles = jnp.pad(queries * scale if wide else queries, ((0, padded), (0, 0), (0, 0)))
     tiles = tiles.reshape(query_tiles, query_tile, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     tiles = tiles.reshape(query_tiles, num_kv_heads, group * query_tile, head_dim)
     starts = jnp.pad(row_start, (0, padded), constant_values=num_rows - 1).reshape(query_tiles, query_tile)
@@ -74,31 +77,23 @@ def causal_attention(
         start = jax.lax.dynamic_index_in_dim(starts, index, keepdims=False)
         rows = index * query_tile + jnp.arange(query_tile, dtype=jnp.int32)
 
-        def key_block(masked: bool):
-            def accumulate(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-                maximum, total, weighted = carry
-                key = jax.lax.dynamic_slice_in_dim(keys, block * key_tile, key_tile, axis=1)
-                value = jax.lax.dynamic_slice_in_dim(values, block * key_tile, key_tile, axis=1)
-                scores = jnp.einsum("krd,kcd->krc", tile, key, preferred_element_type=jnp.float32) * scale
-                if masked:
-                    columns = block * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
-                    visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= start[:, None])
-                    grouped = scores.reshape(num_kv_heads, group, query_tile, key_tile)
-                    scores = jnp.where(visible, grouped, _NEGATIVE).reshape(scores.shape)
-                new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
-                shrink = jnp.exp(maximum - new_maximum)
-                weights = jnp.exp(scores - new_maximum[..., None])
-                update = jnp.einsum(
-                    "krc,kcd->krd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
-                )
-                return new_maximum, total * shrink + weights.sum(axis=-1), weighted * shrink[..., None] + update
-
-            return accumulate
+        def key_block(block: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            maximum, total, weighted = carry
+            key = jax.lax.dynamic_slice_in_dim(keys, block * key_tile, key_tile, axis=1)
+            value = jax.lax.dynamic_slice_in_dim(values, block * key_tile, key_tile, axis=1)
+            scores = jnp.einsum("krd,kcd->krc", tile, key, preferred_element_type=jnp.float32) * score_scale
+            columns = block * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
+            visible = (columns[None, :] <= rows[:, None]) & (columns[None, :] >= start[:, None])
+            grouped = scores.reshape(num_kv_heads, group, query_tile, key_tile)
+            scores = jnp.where(visible, grouped, _NEGATIVE).reshape(scores.shape)
+            new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
+            shrink = jnp.exp(maximum - new_maximum)
+            weights = jnp.exp(scores - new_maximum[..., None])
+            update = jnp.einsum("krc,kcd->krd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+            return new_maximum, total * shrink + weights.sum(axis=-1), weighted * shrink[..., None] + update
 
         first = start[0] // key_tile
         stop = (jnp.minimum(rows[-1], num_rows - 1)) // key_tile + 1
-        whole_first = jnp.clip((start[-1] + key_tile - 1) // key_tile, first, stop)
-        whole_stop = jnp.clip(rows[0] // key_tile, whole_first, stop)
         shape = (num_kv_heads, group * query_tile)
         # A finite start keeps exp(maximum - new_maximum) defined while a row has seen nothing yet.
         carry = (
@@ -106,9 +101,7 @@ def causal_attention(
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((*shape, head_dim), jnp.float32),
         )
-        carry = jax.lax.fori_loop(first, whole_first, key_block(masked=True), carry)
-        carry = jax.lax.fori_loop(whole_first, whole_stop, key_block(masked=False), carry)
-        _, total, weighted = jax.lax.fori_loop(whole_stop, stop, key_block(masked=True), carry)
+        _, total, weighted = jax.lax.fori_loop(first, stop, key_block, carry)
         output = (weighted / total[..., None]).astype(queries.dtype)
         return jax.lax.dynamic_update_index_in_dim(outputs, output, index, axis=0)
 
