@@ -7,20 +7,18 @@ random tokens in every run; medians; loading and compilation apart. Prints the r
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 
 from checkpoints_convert import find_packaged
 from uniprefill_jax import LLM, UniPrefillConfig
+from uniprefill_jax.result_file import write_result
 
 ORACLE = """
 import sys, time, torch, transformers
@@ -88,17 +86,11 @@ def main() -> None:
             "ratio_max": round(ratios[-1], 3),
             "runs": options.runs,
             "hf_attention": attention,
-        }
-        versions = {name: version(name) for name in ("jax", "jaxlib", "numpy")}
-        report = {
-            "command": " ".join(["python -m benchmarks.cpu_dense", *sys.argv[1:]]),
-            "date": date.today().isoformat(),
+            "hf_versions": f"torch {torch_version}, transformers {transformers_version}",
             "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-            "versions": versions | {"torch": torch_version, "transformers": transformers_version},
-            "rows": [row],
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(options.json, " ".join(["python -m benchmarks.cpu_dense", *sys.argv[1:]]), [row])
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ of that run.
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from dataclasses import replace
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from benchmarks.architectures import ARCHITECTURES
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.llm import DTYPES, LLM
 from uniprefill_jax.prefill import PrefillPlan
+from uniprefill_jax.result_file import write_result
 from uniprefill_jax.sparsify.drop_layers import auto_drop_layers
 
 
@@ -42,18 +40,12 @@ def main() -> None:
     options = parser.parse_args()
     llm = LLM.from_config(ARCHITECTURES[options.arch], dtype=options.dtype)
     rows: list[dict[str, Any]] = []
-    report = {
-        "command": " ".join(["python -m benchmarks.prefill_overhead", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else platform.machine(),
-        "versions": {name: version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
-        "rows": rows,
-    }
+    command = " ".join(["python -m benchmarks.prefill_overhead", *sys.argv[1:]])
     for length in map(int, options.lengths.split(",")):
         rows += measure(llm, options.arch, length, [float(p) for p in options.top_p.split(",")], options.runs)
         # Written after every length, so that a run cut short still leaves what it measured.
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(options.json, command, rows)
 
 
 def measure(llm: LLM, arch: str, length: int, top_ps: list[float], runs: int) -> list[dict[str, Any]]:
@@ -74,7 +66,7 @@ def measure(llm: LLM, arch: str, length: int, top_ps: list[float], runs: int) ->
             tokens = np.zeros(plan.num_rows, np.int32)
             tokens[:length] = random.integers(0, llm.config.vocab_size, length)
             inputs = jax.block_until_ready((jnp.asarray(tokens), jnp.asarray([0, length], jnp.int32)))
-            run, compiling = llm._programs.prefill(plan, *inputs)
+            run, compiling = llm.programs.prefill(plan, *inputs)
             start = time.perf_counter()
             output = jax.block_until_ready(run())
             seconds = time.perf_counter() - start

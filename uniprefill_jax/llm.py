@@ -45,6 +45,7 @@ class LLM:
         config: the model's shape.
         dtype: type of weights and activations.
         tokenizer: text to tokens and back; None where the checkpoint has none.
+        programs: the compiled programs, for measurements that need to time one apart from what is around it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LLM:
         self.dtype = dtype
         self.tokenizer = tokenizer
         model = CausalLM(self.config, DTYPES[dtype])
-        self._programs = Programs(model, with_parameters(model, parameters(model)), DTYPES[dtype])
+        self.programs = Programs(model, with_parameters(model, parameters(model)), DTYPES[dtype])
 
     @classmethod
     def load(
@@ -183,7 +184,7 @@ class LLM:
         tokens[: sum(lengths)] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
         cu_seqlens = np.full(plan.num_requests + 1, sum(lengths), np.int32)
         cu_seqlens[: len(lengths) + 1] = np.cumsum([0, *lengths])
-        run, compile_seconds = self._programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
+        run, compile_seconds = self.programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
         start = time.perf_counter()
         output = jax.block_until_ready(run())
         seconds = time.perf_counter() - start
@@ -236,14 +237,14 @@ class LLM:
         num_requests = len(batch.results)
         limit = max(self._token_limits(batch, sampling))
         kind, numbers = SamplingKind.of(sampling), SamplingNumbers.of(sampling)
-        tokens, _ = self._programs.sample(kind, numbers, batch.output.logits)
+        tokens, _ = self.programs.sample(kind, numbers, batch.output.logits)
         yield np.asarray(tokens)[:num_requests]
         if limit == 1:
             return
         plan = DecodePlan.after(batch.plan, capacity=_capacity(limit - 1))
-        state, _ = self._programs.start_decode(plan, batch.output)
+        state, _ = self.programs.start_decode(plan, batch.output)
         for _ in range(limit - 1):
-            (tokens, state), _ = self._programs.decode(
+            (tokens, state), _ = self.programs.decode(
                 plan, kind, numbers, batch.output.caches, batch.output.segments, state, tokens
             )
             yield np.asarray(tokens)[:num_requests]

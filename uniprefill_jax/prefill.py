@@ -304,7 +304,10 @@ class _Prefill:
         segment = SegmentRows(positions, drop.cu_seqlens)
         rung = jnp.searchsorted(jnp.asarray(plan.ladder, jnp.int32), drop.cu_seqlens[-1], method="compare_all")
         branches = [partial(self._run_segment, example, length, full_rows is None) for length in plan.ladder]
-        x, caches, queries = jax.lax.switch(rung, branches, x, segment, state.caches, drop_layer, last_layer)
+        # Whatever can be worked out before the switch is: after it a GPU's host has to catch up, launch by launch.
+        packed = pack_rows(positions, drop.cu_seqlens, self.rules)
+        operands = (x, packed, state.caches, state.queries, drop_layer, last_layer)
+        x, caches, queries = jax.lax.switch(rung, branches, *operands)
         if full_rows is None:
             after = _SegmentState(x, positions, drop.cu_seqlens, token_scores, caches, queries)
         else:
@@ -320,14 +323,14 @@ class _Prefill:
         length: int,
         closes: bool,
         x: Float[Array, "T D"],
-        segment: SegmentRows,
+        packed: PackedRows,
         caches: LayerCaches,
+        queries: Float[Array, "B n H d"],
         drop_layer: Int32[Array, ""],
         last_layer: Int32[Array, ""],
     ) -> tuple[Float[Array, "T D"], LayerCaches, Float[Array, "B n H d"]]:
         """The layers of one segment at one rung of the ladder; `closes` with the mixer of its last layer."""
-        packed = pack_rows(segment.positions[:length], segment.cu_seqlens, self.rules)
-        kept, queries = x[:length], self._window(None, packed)
+        packed, kept = packed.first(length), x[:length]
         if closes and example.is_uniform(self.config):
 
             def feed_forward_then_mix(kind: str, layer: Array | int, carry: tuple[Array, LayerCaches, Array]):
@@ -351,8 +354,8 @@ class _Prefill:
             else:
                 kept, caches = loop_layers(middle, drop_layer + 1, body, (kept, caches))
             if closes:
-                kept, caches, queries = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
-                queries = self._window(queries, packed)
+                kept, caches, scoring = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
+                queries = self._window(scoring, packed)
         return jnp.pad(kept, ((0, x.shape[0] - length), (0, 0))), caches, queries
 
     @property

@@ -70,7 +70,7 @@ def test_ladder_equals_chunks(family, mode):
     cu_seqlens = np.cumsum([0, *LENGTHS, 0]).astype(np.int32)
     outputs = []
     for plan in (chunked, laddered):
-        run, _ = llm._programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
+        run, _ = llm.programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
         outputs.append(jax.device_get(run()))
     expected, found = outputs
     kept = expected.segments.cu_seqlens[:, -1]

@@ -9,9 +9,9 @@ import pytest
 
 from uniprefill_jax.cli import main
 from uniprefill_jax.cli.options import check_output, make_config, parse_drop_layers
-from uniprefill_jax.cli.result_file import write_result
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
+from uniprefill_jax.result_file import write_result
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -64,7 +64,7 @@ def _compare(
     comparison = compare(llm, prompt.token_ids, config, runs=runs, max_tokens=max_tokens, step=step)
     print_comparison(console, comparison, prompt.fact_position)
     if json is not None:
-        from uniprefill_jax.cli.result_file import write_result
+        from uniprefill_jax.result_file import write_result
 
         write_result(json, "demo", comparison.rows(model, dtype))
     return comparison.dense.is_right and comparison.uniprefill.is_right

@@ -134,7 +134,7 @@ def _report(console: Console, completion: "Completion") -> None:
 
 
 def _write(path: Path, model: str, completion: "Completion") -> None:
-    from uniprefill_jax.cli.result_file import write_result
+    from uniprefill_jax.result_file import write_result
 
     prefill = completion.prefill
     row = {

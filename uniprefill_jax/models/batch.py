@@ -7,7 +7,7 @@ rows stay in order of position.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -51,6 +51,13 @@ class PackedRows:
     def count(self) -> Int32[Array, ""]:
         """Number of real rows; padding follows them."""
         return self.cu_seqlens[-1]
+
+    def first(self, length: int) -> "PackedRows":
+        """The first `length` rows, among them every real one."""
+        positions, request, row_starts, rope_tables = jax.tree.map(
+            lambda array: array[:length], (self.positions, self.request, self.row_starts, self.rope_tables)
+        )
+        return replace(self, positions=positions, request=request, row_starts=row_starts, rope_tables=rope_tables)
 
     def map_rows(self, function: Callable[..., Any], *arrays: Any) -> Any:
         """Apply a function of rows to (pytrees of) packed arrays, chunk by chunk over the real rows; the rest is zero.
