@@ -19,8 +19,14 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.block_score import block_score
 from pallas_kernels.block_score import shapes as score_shapes
+from pallas_kernels.causal_attention import causal_attention
+from pallas_kernels.causal_attention import shapes as attention_shapes
 from pallas_kernels.compact_rows import compact_rows
 from pallas_kernels.compact_rows import shapes as compact_shapes
+from pallas_kernels.gated_delta_rule import gated_delta_rule
+from pallas_kernels.gated_delta_rule import shapes as delta_shapes
+from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.top_p_select import shapes as select_shapes
 from pallas_kernels.top_p_select import top_p_select
 
@@ -71,6 +77,40 @@ def programs(every_shape: bool):
 
         array = ((shape.rows, shape.width), shape.dtype)
         yield f"compact_rows {shape}", compact, (array, ((shape.rows,), "int32"), ((), "int32"))
+    for shape in getattr(attention_shapes, which):
+        heads, kv_heads, head_dim = shape.heads
+
+        def attend(backend, queries, keys, values, row_start, count, head_dim=head_dim):
+            return causal_attention(
+                queries, keys, values, row_start, count, scale=head_dim**-0.5, return_lse=True, backend=backend
+            )
+
+        queries, keys = (((shape.rows, h, head_dim), "bfloat16") for h in (heads, kv_heads))
+        yield f"causal_attention {shape}", attend, (queries, keys, keys, ((shape.rows,), "int32"), ((), "int32"))
+
+    for shape in getattr(delta_shapes, which):
+        value_heads, key_heads, key_dim, value_dim = shape.heads
+
+        def delta(backend, *arrays):
+            return gated_delta_rule(*arrays, backend=backend)
+
+        keys = ((shape.rows, key_heads, key_dim), "bfloat16")
+        gates = ((shape.rows, value_heads), "float32")
+        values = ((shape.rows, value_heads, value_dim), "bfloat16")
+        arrays = (keys, keys, values, gates, gates, ((shape.batch + 1,), "int32"))
+        yield f"gated_delta_rule {shape}", delta, arrays
+    for shape in getattr(grouped_shapes, which):
+
+        def group(backend, rows, sizes, first, *weights, gated=shape.gated):
+            if gated:
+                return grouped_gated_matmul(
+                    rows, *weights, sizes, activation="silu", first_group=first, backend=backend
+                )
+            return grouped_matmul(rows, *weights, sizes, first_group=first, backend=backend)
+
+        rows = ((shape.rows, shape.inner), "bfloat16")
+        weights = [((shape.stacked, shape.inner, shape.columns), "bfloat16")] * (1 + shape.gated)
+        yield f"grouped_matmul {shape}", group, (rows, ((shape.groups,), "int32"), ((), "int32"), *weights)
 
 
 def main(target: str, every_shape: bool) -> None:

@@ -1,4 +1,4 @@
-"""The three operations in float64 numpy, written for plainness: what every backend is measured against."""
+"""The operations in float64 numpy, written for plainness: what every backend is measured against."""
 
 import numpy as np
 
@@ -68,3 +68,24 @@ def top_p_select(scores, cu_seqlens, top_p, num_rows, block_size, sink, window, 
         rows_out += [first + int(i) for i in np.flatnonzero(stays)]
         lengths_out.append(int(stays.sum()))
     return rows_out, lengths_out, kept_blocks, normalised, margins
+
+
+def gated_delta_rule(queries, keys, values, log_decay, strength, cu_seqlens, initial_state, normalise=True):
+    """Outputs of every row (zero in padding) and final states, float64, one row after another."""
+    queries, keys, values = (np.asarray(array, np.float64) for array in (queries, keys, values))
+    key_dim, group = queries.shape[-1], values.shape[1] // keys.shape[1]
+    if normalise:
+        queries, keys = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (queries, keys))
+        queries = queries * key_dim**-0.5
+    queries, keys = (np.repeat(x, group, axis=1) for x in (queries, keys))
+    outputs = np.zeros(values.shape)
+    states = np.zeros((len(cu_seqlens) - 1, values.shape[1], key_dim, values.shape[2]))
+    if initial_state is not None:
+        states += initial_state
+    for request, state in enumerate(states):
+        for row in range(cu_seqlens[request], cu_seqlens[request + 1]):
+            state *= np.exp(np.asarray(log_decay[row], np.float64))[:, None, None]
+            error = values[row] - np.einsum("hkv,hk->hv", state, keys[row])
+            state += np.einsum("hk,hv,h->hkv", keys[row], error, np.asarray(strength[row], np.float64))
+            outputs[row] = np.einsum("hkv,hk->hv", state, queries[row])
+    return outputs, states

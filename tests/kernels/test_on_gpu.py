@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.block_score import block_score, shapes
 from pallas_kernels.compact_rows import compact_rows
+from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.platform import kernels_of
 from pallas_kernels.top_p_select import top_p_select
 from tests.kernels import oracle
@@ -95,3 +96,33 @@ def test_compact_rows(shape, dtype, count, out_rows):
         for backend in ("mosaic_gpu", "reference")
     )
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize("lengths", [[1000], [1, 63, 64, 65, 0, 127, 200]])
+@pytest.mark.parametrize("heads", [2, 64])
+@pytest.mark.parametrize("decay", [0.1, 1e-3])
+def test_gated_delta_rule(lengths, heads, decay):
+    random = np.random.default_rng(heads)
+    cu = np.cumsum([0, *lengths]).astype(np.int32)
+    rows = cu[-1] + 100
+    queries, keys = (random.normal(size=(rows, heads // 2, 128)).astype(jnp.bfloat16) for _ in range(2))
+    values = (100 * random.normal(size=(rows, heads, 128))).astype(jnp.bfloat16)
+    log_decay = -random.exponential(decay, (rows, heads)).astype(np.float32)
+    strength = random.uniform(0, 1, (rows, heads)).astype(np.float32)
+    arrays = queries, keys, values, log_decay, strength
+    for array in arrays:
+        array[cu[-1] :] = np.nan
+    state = random.normal(size=(len(lengths), heads, 128, 128)).astype(np.float32)
+    run = jax.jit(lambda *a: gated_delta_rule(*a[:-1], initial_state=a[-1], backend="mosaic_gpu"))
+    outputs, states = run(*arrays, cu, state)
+    expected, expected_states = oracle.gated_delta_rule(*arrays, cu, state)
+
+    def error(found, expected):
+        return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
+
+    assert error(outputs[: cu[-1]], expected[: cu[-1]]) < 2e-3  # rounding the outputs to bfloat16 alone is 1.7e-3
+    assert error(states, expected_states) < 1e-3
+    np.testing.assert_array_equal(np.asarray(outputs[cu[-1] :], np.float32), 0)
+    again = run(*arrays, cu, state)
+    np.testing.assert_array_equal(np.asarray(outputs, np.float32), np.asarray(again[0], np.float32))
+    np.testing.assert_array_equal(states, again[1])
