@@ -5,20 +5,22 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.grouped_matmul import gpu, reference, tpu
+from pallas_kernels.grouped_matmul import gpu, reference, tiles, tpu
 from pallas_kernels.platform import kernels_of
 
-Backends = Literal["reference", "xla", "mosaic_gpu", "mosaic_tpu"]
-Backend = Literal["auto", "reference", "xla", "mosaic_gpu", "mosaic_tpu"]
+Backends = Literal["reference", "tiles", "xla", "mosaic_gpu", "mosaic_tpu"]
+Backend = Literal["auto", "reference", "tiles", "xla", "mosaic_gpu", "mosaic_tpu"]
 
 _PLAIN = {
     "reference": reference.grouped_matmul_reference,
+    "tiles": tiles.grouped_matmul_tiles,
     "xla": reference.grouped_matmul_xla,
     "mosaic_gpu": gpu.grouped_matmul_mosaic_gpu,
     "mosaic_tpu": tpu.grouped_matmul_mosaic_tpu,
 }
 _GATED = {
     "reference": reference.grouped_gated_matmul_reference,
+    "tiles": tiles.grouped_gated_matmul_tiles,
     "xla": reference.grouped_gated_matmul_xla,
     "mosaic_gpu": gpu.grouped_gated_matmul_mosaic_gpu,
     "mosaic_tpu": tpu.grouped_gated_matmul_mosaic_tpu,
@@ -36,15 +38,15 @@ def choose_backend(
     """Name the backend that `backend="auto"` takes for weights of `inner` x `columns` (default: where jax runs).
 
     The kernel wherever the machine has one that takes the product. Else on TPUs XLA's ragged product, which is native
-    there; everywhere else the reference, since XLA spells its ragged product out as G copies of the rows.
+    there; everywhere else a loop over tiles, since XLA spells its ragged product out as G copies of the rows.
     """
     kernels = kernels_of(platform)
     if kernels == "reference":
-        return kernels
+        return "tiles"
     unsupported = gpu.unsupported if kernels == "mosaic_gpu" else tpu.unsupported
     if unsupported(inner, columns, jnp.dtype(dtype), activation) is None:
         return kernels
-    return "xla" if kernels == "mosaic_tpu" else "reference"
+    return "xla" if kernels == "mosaic_tpu" else "tiles"
 
 
 def grouped_matmul(

