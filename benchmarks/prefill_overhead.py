@@ -14,7 +14,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.architectures import ARCHITECTURES
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.llm import DTYPES, LLM
-from uniprefill_jax.prefill import PrefillPlan
+from uniprefill_jax.prefill import LengthsBy, PrefillPlan
 from uniprefill_jax.result_file import write_result
 from uniprefill_jax.sparsify.drop_layers import auto_drop_layers
 
@@ -36,27 +36,37 @@ def main() -> None:
     parser.add_argument("--top-p", default="1.0,0.8,0.6")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument(
+        "--lengths-by",
+        choices=get_args(LengthsBy),
+        default="auto",
+        help="how work follows the kept rows (see PrefillPlan)",
+    )
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     llm = LLM.from_config(ARCHITECTURES[options.arch], dtype=options.dtype)
     rows: list[dict[str, Any]] = []
     command = " ".join(["python -m benchmarks.prefill_overhead", *sys.argv[1:]])
     for length in map(int, options.lengths.split(",")):
-        rows += measure(llm, options.arch, length, [float(p) for p in options.top_p.split(",")], options.runs)
+        top_ps = [float(p) for p in options.top_p.split(",")]
+        rows += measure(llm, options.arch, length, top_ps, options.runs, options.lengths_by)
         # Written after every length, so that a run cut short still leaves what it measured.
         options.json.parent.mkdir(parents=True, exist_ok=True)
         write_result(options.json, command, rows)
 
 
-def measure(llm: LLM, arch: str, length: int, top_ps: list[float], runs: int) -> list[dict[str, Any]]:
+def measure(
+    llm: LLM, arch: str, length: int, top_ps: list[float], runs: int, lengths_by: LengthsBy
+) -> list[dict[str, Any]]:
     """Rows of one prompt length: dense first, then every top_p."""
     drop_layers = auto_drop_layers(llm.config)
     setting = UniPrefillConfig(top_p=0.5, drop_layers=drop_layers)
-    dense = PrefillPlan.for_batch(llm.config, UniPrefillConfig.dense(), (), [length], DTYPES[llm.dtype])
+    batch = ([length], DTYPES[llm.dtype], lengths_by)
+    dense = PrefillPlan.for_batch(llm.config, UniPrefillConfig.dense(), (), *batch)
     plans: dict[float | None, PrefillPlan] = {None: dense}
     for top_p in top_ps:
         config = replace(setting, top_p=top_p)
-        plans[top_p] = PrefillPlan.for_batch(llm.config, config, drop_layers, [length], DTYPES[llm.dtype])
+        plans[top_p] = PrefillPlan.for_batch(llm.config, config, drop_layers, *batch)
     random = np.random.default_rng(length)
     times: dict[float | None, list[float]] = {top_p: [] for top_p in plans}
     compile_seconds: dict[float | None, float] = {}
@@ -93,6 +103,7 @@ def measure(llm: LLM, arch: str, length: int, top_ps: list[float], runs: int) ->
                 "n": length,
                 "batch": 1,
                 "dtype": llm.dtype,
+                "lengths_by": lengths_by,
                 "method": "dense" if top_p is None else "uniprefill",
                 "top_p": top_p,
                 "kept": kept,

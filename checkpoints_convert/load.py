@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,9 +13,8 @@ from jax.sharding import Sharding
 from checkpoints_convert.orbax_store import OrbaxSource
 from checkpoints_convert.source import CheckpointSource, Index, name_some, normalise_index
 from uniprefill_jax.errors import CheckpointError
-from uniprefill_jax.models.parameters import ParameterSpec
+from uniprefill_jax.models.parameters import ChooseSharding, ParameterSpec
 
-ChooseSharding = Callable[[str, ParameterSpec], Sharding | None]
 Progress = Callable[[int, int], None]
 _READERS = 8  # tensors in flight at a time
 
@@ -106,15 +106,16 @@ def _tensor_names(spec: ParameterSpec) -> Iterator[str]:
 def _assemble(source: CheckpointSource, spec: ParameterSpec, dtype: np.dtype, placement: Sharding | None) -> jax.Array:
     if placement is None:
         return jax.device_put(_read_part(source, spec, dtype, ()))
-    made: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def read_shard(index: Index | None) -> np.ndarray:
-        key = tuple((part.start, part.stop) for part in normalise_index(index, spec.full_shape))
-        if key not in made:  # replicas ask for the same part again
-            made[key] = _read_part(source, spec, dtype, index or ())
-        return made[key]
-
-    return jax.make_array_from_callback(spec.full_shape, placement, read_shard)
+    homes: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in placement.addressable_devices_indices_map(spec.full_shape).items():
+        part = tuple((axis.start, axis.stop) for axis in normalise_index(index, spec.full_shape))
+        homes.setdefault(part, []).append(device)
+    shards = []
+    for part, devices in homes.items():
+        # Read once for all replicas; waiting for the copies leaves one shard at a time in host memory.
+        read = _read_part(source, spec, dtype, tuple(slice(*bounds) for bounds in part))
+        shards += jax.block_until_ready([jax.device_put(read, device) for device in devices])
+    return jax.make_array_from_single_device_arrays(spec.full_shape, placement, shards)
 
 
 def _read_part(source: CheckpointSource, spec: ParameterSpec, dtype: np.dtype, index: Index) -> np.ndarray:

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.decode import DecodePlan
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.models.causal_lm import CausalLM, ignored_tensors
 from uniprefill_jax.models.config import read_model_config
-from uniprefill_jax.models.parameters import initialise, parameter_specs, with_parameters
+from uniprefill_jax.models.parameters import ChooseSharding, initialise, parameter_specs, with_parameters
+from uniprefill_jax.parallel.mesh import check_mesh, on_replica, replicas_of
+from uniprefill_jax.parallel.replicas import deal, on_each
+from uniprefill_jax.parallel.rules import ShardingRules
 from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
@@ -27,33 +31,37 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Prompt = str | Sequence[int]
+Parameters = Callable[[CausalLM, ChooseSharding | None], dict[str, jax.Array]]
 
 
 @dataclass(frozen=True)
 class _PrefilledBatch:
     """A batch on the device after its prefill, and what the host made of it."""
 
+    programs: Programs
     plan: PrefillPlan
     output: PrefillOutput
     results: list[PrefillResult]
 
 
 class LLM:
-    """A model ready to run on the default device.
+    """A model ready to run on the default device, or on the devices of a mesh.
 
     Attributes:
         config: the model's shape.
         dtype: type of weights and activations.
         tokenizer: text to tokens and back; None where the checkpoint has none.
-        programs: the compiled programs, for measurements that need to time one apart from what is around it.
+        mesh: see `make_mesh`; None for one device.
+        replicas: the compiled programs of every data replica of the mesh; without one there is a single entry.
     """
 
     def __init__(
         self,
         config: dict[str, Any],
-        parameters: Callable[[CausalLM], dict[str, jax.Array]],
+        parameters: Parameters,
         dtype: str,
         tokenizer: "Tokenizer | None" = None,
+        mesh: Mesh | None = None,
     ):
         """Use `LLM.load` or `LLM.from_config`."""
         if dtype not in DTYPES:
@@ -62,8 +70,20 @@ class LLM:
         self.config = read_model_config(config)
         self.dtype = dtype
         self.tokenizer = tokenizer
+        self.mesh = mesh
         model = CausalLM(self.config, DTYPES[dtype])
-        self.programs = Programs(model, with_parameters(model, parameters(model)), DTYPES[dtype])
+        if mesh is None:
+            state = with_parameters(model, parameters(model, None))
+            self.replicas = [Programs(model, state, DTYPES[dtype])]
+        else:
+            check_mesh(mesh)
+            rules = ShardingRules.of(parameter_specs(model), mesh)
+            self.replicas = _replicas(model, parameters(model, rules.parameter), rules, DTYPES[dtype])
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs (of the first replica), for measurements that need to time one apart from the rest."""
+        return self.replicas[0]
 
     @classmethod
     def load(
@@ -71,10 +91,12 @@ class LLM:
         path: str | Path,
         dtype: str = "bfloat16",
         progress: Callable[[int, int], None] | None = None,
+        mesh: Mesh | None = None,
     ) -> "LLM":
         """Load a Hugging Face folder, a .gguf file, a converted (Orbax) folder, or a packaged model by its alias.
 
-        `progress` is called with bytes done and in all. Raises CheckpointError or ConfigError, one line each.
+        `progress` is called with bytes done and in all. With a mesh (`make_mesh`) the model is cut over its devices
+        and each process reads what its own devices hold. Raises CheckpointError or ConfigError, one line each.
         """
         # Random weights (`from_config`) need none of the readers, nor the libraries behind them.
         from checkpoints_convert import load_parameters, open_checkpoint
@@ -83,28 +105,35 @@ class LLM:
         source = open_checkpoint(path)
         config = read_model_config(source.config)
 
-        def parameters(model: CausalLM) -> dict[str, jax.Array]:
+        def parameters(model: CausalLM, sharding: ChooseSharding | None) -> dict[str, jax.Array]:
             return load_parameters(
                 source,
                 parameter_specs(model),
                 dtype=DTYPES[dtype],
                 ignore=ignored_tensors(config),
+                sharding=sharding,
                 progress=progress,
             )
 
-        return cls(source.config, parameters, dtype, load_tokenizer(source))
+        return cls(source.config, parameters, dtype, load_tokenizer(source), mesh)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], dtype: str = "bfloat16", seed: int = 0) -> "LLM":
-        """A model of the given config.json contents with random weights, for benchmarks and tests."""
-        return cls(config, lambda model: initialise(model, seed), dtype)
+    def from_config(
+        cls, config: dict[str, Any], dtype: str = "bfloat16", seed: int = 0, mesh: Mesh | None = None
+    ) -> "LLM":
+        """A model of the given config.json contents with random weights, for benchmarks and tests.
+
+        The weights are the same on every mesh.
+        """
+        return cls(config, lambda model, sharding: initialise(model, seed, sharding), dtype, mesh=mesh)
 
     def prefill(self, prompts: Sequence[Prompt], config: UniPrefillConfig | None = None) -> list[PrefillResult]:
         """Prefill a ragged batch of prompts (token ids, or text where there is a tokenizer); one result each.
 
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt over the model's length.
         """
-        return self._prefill([self._token_ids(prompt) for prompt in prompts], config or UniPrefillConfig()).results
+        own = config or UniPrefillConfig()
+        return self._on_replicas(prompts, lambda programs, ids: self._prefill(programs, ids, own).results)
 
     def generate(
         self,
@@ -113,9 +142,14 @@ class LLM:
         sampling: SamplingConfig | None = None,
     ) -> list[Completion]:
         """Prefill a ragged batch and decode until every request has ended; one completion each."""
-        sampling = sampling or SamplingConfig()
-        batch = self._prefill([self._token_ids(prompt) for prompt in prompts], config or UniPrefillConfig())
-        texts = [_GrowingText(self.tokenizer, sampling, limit) for limit in self._token_limits(batch, sampling)]
+        own, drawn = config or UniPrefillConfig(), sampling or SamplingConfig()
+        return self._on_replicas(prompts, lambda programs, ids: self._generate(programs, ids, own, drawn))
+
+    def _generate(
+        self, programs: Programs, prompts: list[list[int]], config: UniPrefillConfig, sampling: SamplingConfig
+    ) -> list[Completion]:
+        batch = self._prefill(programs, prompts, config)
+        texts = [GrowingText(self.tokenizer, sampling, limit) for limit in self._token_limits(batch, sampling)]
         start = time.perf_counter()
         for tokens in self._decode(batch, sampling):
             for text, token in zip(texts, tokens, strict=True):
@@ -136,13 +170,30 @@ class LLM:
         Text that may turn out to be part of a stop string is held back until it is settled.
         """
         sampling = sampling or SamplingConfig()
-        batch = self._prefill([self._token_ids(prompt)], config or UniPrefillConfig())
-        text = _GrowingText(self.tokenizer, sampling, *self._token_limits(batch, sampling))
+        ids = [self._token_ids(prompt)]
+        self._check(ids)
+        batch = self._prefill(self.programs, ids, config or UniPrefillConfig())
+        text = GrowingText(self.tokenizer, sampling, *self._token_limits(batch, sampling))
         for tokens in self._decode(batch, sampling):
             token = int(tokens[0])
             yield token, text.push(token)
             if text.ended:
                 return
+
+    def _on_replicas[Result](
+        self, prompts: Sequence[Prompt], work: Callable[[Programs, list[list[int]]], list[Result]]
+    ) -> list[Result]:
+        """`work` on every replica with its share of the prompts; the results in the order of the prompts."""
+        ids = [self._token_ids(prompt) for prompt in prompts]
+        self._check(ids)
+        shares = deal([len(prompt) for prompt in ids], len(self.replicas))
+        return on_each(self.replicas, shares, lambda programs, share: work(programs, [ids[at] for at in share]))
+
+    def checked_tokens(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt; InputError where `prefill` would raise it."""
+        ids = self._token_ids(prompt)
+        self._check([ids])
+        return ids
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -174,8 +225,7 @@ class LLM:
                     "was it made with another tokenizer?"
                 )
 
-    def _prefill(self, prompts: list[list[int]], config: UniPrefillConfig) -> _PrefilledBatch:
-        self._check(prompts)
+    def _prefill(self, programs: Programs, prompts: list[list[int]], config: UniPrefillConfig) -> _PrefilledBatch:
         lengths = [len(prompt) for prompt in prompts]
         plan = PrefillPlan.for_batch(
             self.config, config, resolve_drop_layers(config, self.config), lengths, DTYPES[self.dtype]
@@ -184,13 +234,13 @@ class LLM:
         tokens[: sum(lengths)] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])
         cu_seqlens = np.full(plan.num_requests + 1, sum(lengths), np.int32)
         cu_seqlens[: len(lengths) + 1] = np.cumsum([0, *lengths])
-        run, compile_seconds = self.programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
+        run, compile_seconds = programs.prefill(plan, *programs.put((tokens, cu_seqlens)))
         start = time.perf_counter()
         output = jax.block_until_ready(run())
         seconds = time.perf_counter() - start
         host = jax.device_get(output._replace(caches={}))
         results = [self._result(plan, host, request, seconds, compile_seconds) for request in range(len(prompts))]
-        return _PrefilledBatch(plan, output, results)
+        return _PrefilledBatch(programs, plan, output, results)
 
     def _result(
         self, plan: PrefillPlan, output: PrefillOutput, request: int, seconds: float, compile_seconds: float
@@ -236,21 +286,22 @@ class LLM:
         """Tokens of every request, step by step, until the last request's limit is reached."""
         num_requests = len(batch.results)
         limit = max(self._token_limits(batch, sampling))
-        kind, numbers = SamplingKind.of(sampling), SamplingNumbers.of(sampling)
-        tokens, _ = self.programs.sample(kind, numbers, batch.output.logits)
+        programs = batch.programs
+        kind, numbers = SamplingKind.of(sampling), programs.put(SamplingNumbers.of(sampling))
+        tokens, _ = programs.sample(kind, numbers, batch.output.logits)
         yield np.asarray(tokens)[:num_requests]
         if limit == 1:
             return
         plan = DecodePlan.after(batch.plan, capacity=_capacity(limit - 1))
-        state, _ = self.programs.start_decode(plan, batch.output)
+        state, _ = programs.start_decode(plan, batch.output)
         for _ in range(limit - 1):
-            (tokens, state), _ = self.programs.decode(
+            (tokens, state), _ = programs.decode(
                 plan, kind, numbers, batch.output.caches, batch.output.segments, state, tokens
             )
             yield np.asarray(tokens)[:num_requests]
 
 
-class _GrowingText:
+class GrowingText:
     """One request's tokens as they come, their text, and whether it has ended."""
 
     def __init__(self, tokenizer: "Tokenizer | None", sampling: SamplingConfig, limit: int):
@@ -306,6 +357,17 @@ class _GrowingText:
         new = self._text[self._shown : settled]
         self._shown = settled
         return new
+
+
+def _replicas(
+    model: CausalLM, parameters: dict[str, jax.Array], rules: ShardingRules, dtype: jnp.dtype
+) -> list[Programs]:
+    """Programs of every data replica, on the parts of the parameters that already lie on its devices."""
+    replicas = []
+    for mesh in replicas_of(rules.mesh):
+        own = {path: on_replica(array, rules.mesh, mesh) for path, array in parameters.items()}
+        replicas.append(Programs(model, with_parameters(model, own), dtype, ShardingRules(mesh, rules.mesh_axes)))
+    return replicas
 
 
 def _capacity(tokens: int) -> int:

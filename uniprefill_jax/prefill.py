@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.models.attention import AttentionCache
-from uniprefill_jax.models.batch import PackedRows, PackingRules, last_rows, pack_rows, request_of_row
-from uniprefill_jax.models.causal_attention import AttentionBackend, choose_attention_backend
+from uniprefill_jax.models.batch import Execution, PackedRows, PackingRules, last_rows, pack_rows, request_of_row
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import ModelConfig
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
@@ -34,6 +33,7 @@ from uniprefill_jax.sparsify.drop import Drop, DropInputs, choose_tokens, compac
 CPU_ROW_CHUNK = 256
 CPU_DENSE_ROW_CHUNK = 512
 
+LengthsBy = Literal["auto", "loops", "ladder", "kernels"]
 LayerCaches = dict[str, AttentionCache | RecurrentCache]
 
 
@@ -50,7 +50,7 @@ class PrefillPlan:
         max_length: longest request that fits, which bounds the number of blocks.
         ladder: lengths, rising up to num_rows, at which the segments after a drop can run.
         row_chunk: most rows that row-wise work handles at a time (None: all).
-        full_attention: backend of full causal attention.
+        execution: who computes attention and products.
     """
 
     model: ModelConfig
@@ -61,7 +61,7 @@ class PrefillPlan:
     max_length: int
     ladder: tuple[int, ...]
     row_chunk: int | None
-    full_attention: AttentionBackend
+    execution: Execution
 
     @classmethod
     def for_batch(
@@ -71,11 +71,20 @@ class PrefillPlan:
         drop_layers: tuple[int, ...],
         lengths: Sequence[int],
         dtype: jnp.dtype,
+        lengths_by: LengthsBy = "auto",
     ) -> "PrefillPlan":
-        """The plan of a batch of prompts of these lengths on the default device."""
+        """The plan of a batch of prompts of these lengths on the default device.
+
+        `lengths_by` says how the work follows the number of rows that drops leave: "loops" of chunks (CPU), a "ladder"
+        of static lengths, or "kernels" that leave out padding rows (Hopper GPUs, 16-bit floats). "auto" is loops on
+        CPUs and the ladder elsewhere.
+        """
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
-        platform = jax.default_backend()
-        on_cpu = platform == "cpu"
+        on_cpu = jax.default_backend() == "cpu"
+        if lengths_by == "auto":
+            lengths_by = "loops" if on_cpu else "ladder"
+        cudnn = jax.default_backend() == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and num_requests == 1
+        plain = Execution("cudnn" if cudnn else "xla", "xla", skip_padding=False)
         return cls(
             model=model,
             config=config,
@@ -83,10 +92,9 @@ class PrefillPlan:
             num_rows=num_rows,
             num_requests=num_requests,
             max_length=min(prompt_bucket(max(lengths)), num_rows),
-            # On a CPU loops of dynamic length are free: one rung, and row-wise work follows the kept rows in chunks.
-            ladder=(num_rows,) if on_cpu else length_ladder(num_rows),
-            row_chunk=(CPU_ROW_CHUNK if drop_layers else CPU_DENSE_ROW_CHUNK) if on_cpu else None,
-            full_attention=choose_attention_backend(dtype, num_requests, platform),
+            ladder=length_ladder(num_rows) if lengths_by == "ladder" else (num_rows,),
+            row_chunk=(CPU_ROW_CHUNK if drop_layers else CPU_DENSE_ROW_CHUNK) if lengths_by == "loops" else None,
+            execution=Execution("kernel", "kernel", skip_padding=True) if lengths_by == "kernels" else plain,
         )
 
     @property
@@ -208,7 +216,7 @@ class _Prefill:
         self.config = plan.model
         self.kinds = [layer.kind for layer in plan.model.layers]
         self.table = index_table(self.kinds)
-        self.rules = PackingRules.of(plan.model, plan.config.sliding_window, plan.row_chunk, plan.full_attention)
+        self.rules = PackingRules.of(plan.model, plan.config.sliding_window, plan.row_chunk, plan.execution)
 
     def __call__(
         self,
@@ -335,7 +343,7 @@ class _Prefill:
 
             def feed_forward_then_mix(kind: str, layer: Array | int, carry: tuple[Array, LayerCaches, Array]):
                 x, caches, _ = carry
-                x = packed.map_rows(self._layer(kind, layer - 1).transform, x)
+                x = self._transform(kind, layer - 1, x, packed)
                 x, caches, queries = self._mix(kind, layer, x, packed, caches)
                 return x, caches, self._window(queries, packed)
 
@@ -345,7 +353,7 @@ class _Prefill:
                 self.kinds[example.drop], drop_layer + 1, count, feed_forward_then_mix, carry
             )
         else:
-            kept = packed.map_rows(self._layer(self.kinds[example.drop], drop_layer).transform, kept)
+            kept = self._transform(self.kinds[example.drop], drop_layer, kept, packed)
             body, middle = self._whole_layer(packed), example.middle(self.config)
             if example.is_uniform(self.config) or (len(middle) == 1 and isinstance(middle[0], LayerRun)):
                 count = self._span(example, drop_layer, last_layer) - 1
@@ -371,7 +379,7 @@ class _Prefill:
         def body(kind: str, layer: Int32[Array, ""] | int, carry: tuple[Array, LayerCaches]):
             x, caches = carry
             x, caches, _ = self._mix(kind, layer, x, packed, caches)
-            return packed.map_rows(self._layer(kind, layer).transform, x), caches
+            return self._transform(kind, layer, x, packed), caches
 
         return body
 
@@ -393,6 +401,11 @@ class _Prefill:
         with jax.named_scope("cache_write"):
             updated = {**caches, kind: jax.tree.map(write, caches[kind], cache)}
         return x, updated, queries
+
+    def _transform(self, kind: str, layer: Array | int, x: Float[Array, "rows D"], packed: PackedRows) -> Array:
+        """A layer's feed-forward."""
+        module = self._layer(kind, layer)
+        return packed.map_rows(lambda part: module.transform(part, packed.kernel_count), x)
 
     def _layer(self, kind: str, layer: Int32[Array, ""] | int):
         return self.model.layer(kind, self.table[layer])

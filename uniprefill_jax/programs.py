@@ -4,6 +4,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.decode import DecodePlan, DecodeState, decode_step, start_decode
+from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.models.causal_lm import CausalLM
+from uniprefill_jax.parallel.mesh import replicate
+from uniprefill_jax.parallel.rules import ShardingRules
 from uniprefill_jax.prefill import LayerCaches, PrefillOutput, PrefillPlan, SegmentRows, prefill
 from uniprefill_jax.sampling import SamplingKind, SamplingNumbers, sample
 
@@ -41,36 +46,47 @@ def _processor() -> str:
 
 
 class Programs:
-    """Builds and keeps the programs of one model; every call returns (result of running, seconds spent compiling)."""
+    """Builds and keeps the programs of one model; every call returns (result of running, seconds spent compiling).
 
-    def __init__(self, model: CausalLM, parameters: nnx.State, dtype: jnp.dtype):
+    With `rules` they run on the mesh of the rules, where `parameters` must lie; without, on the default device.
+    """
+
+    def __init__(self, model: CausalLM, parameters: nnx.State, dtype: jnp.dtype, rules: ShardingRules | None = None):
         self.graph, _ = nnx.split(model)
         self.parameters = parameters
+        self.rules = rules
         # Float32 means float32: accelerators would otherwise multiply in tf32 or bfloat16.
         self.precision = "highest" if dtype == jnp.float32 else "default"
         self.compiled: dict[Hashable, Callable[..., Any]] = {}
+
+    def put(self, arrays: Any) -> Any:
+        """Inputs of the programs (a pytree), on every device that they run on."""
+        mesh = None if self.rules is None else self.rules.mesh
+        return jax.tree.map(lambda array: replicate(np.asarray(array), mesh), arrays)
 
     def prefill(
         self, plan: PrefillPlan, tokens: jax.Array, cu_seqlens: jax.Array
     ) -> tuple[Callable[[], PrefillOutput], float]:
         """A prefill ready to run on these inputs, and the time it took to compile."""
+        if self.rules is not None and plan.execution.skip_padding:
+            raise ConfigError('products that leave out padding rows run on one device; plan with lengths_by="ladder"')
         config = plan.config
         arguments = (
             self.parameters,
             tokens,
             cu_seqlens,
-            jnp.asarray(config.top_p, jnp.float32),
-            jnp.asarray(config.score_memory, jnp.float32),
+            self.put(np.float32(config.top_p)),
+            self.put(np.float32(config.score_memory)),
         )
         key = _traced_out(plan)
-        program, seconds = self._program(key, partial(_prefill, self.graph, key), arguments)
+        program, seconds = self._program(key, partial(_prefill, self.graph, key, self.rules), arguments)
         return partial(program, *arguments), seconds
 
     def start_decode(self, plan: DecodePlan, output: PrefillOutput) -> tuple[DecodeState, float]:
         """Empty stores for the tokens to come."""
         num_requests = output.logits.shape[0]
         key = ("start_decode", plan, num_requests, _shapes(output.caches))
-        program, seconds = self._program(key, partial(_start_decode, plan, num_requests), (output.caches,))
+        program, seconds = self._program(key, partial(_start_decode, plan, num_requests, self.rules), (output.caches,))
         return program(output.caches), seconds
 
     def decode(
@@ -86,13 +102,15 @@ class Programs:
         """One step: the next tokens and the state after it. `state` is consumed."""
         arguments = (self.parameters, caches, segments, state, tokens, numbers)
         key = ("decode", plan, kind, _shapes((caches, segments, tokens)))
-        program, seconds = self._program(key, partial(_decode, self.graph, plan, kind), arguments, donate=(3,))
+        function = partial(_decode, self.graph, plan, kind, self.rules)
+        program, seconds = self._program(key, function, arguments, donate=(3,))
         return program(*arguments), seconds
 
     def sample(self, kind: SamplingKind, numbers: SamplingNumbers, logits: jax.Array) -> tuple[jax.Array, float]:
         """The first token, from the prefill's logits."""
         arguments = (logits, numbers)
-        program, seconds = self._program(("sample", kind, logits.shape), partial(_sample_first, kind), arguments)
+        function = partial(_sample_first, kind, self.rules)
+        program, seconds = self._program(("sample", kind, logits.shape), function, arguments)
         return program(*arguments), seconds
 
     def _program(
@@ -101,24 +119,34 @@ class Programs:
         if key in self.compiled:
             return self.compiled[key], 0.0
         start = time.perf_counter()
-        with jax.default_matmul_precision(self.precision):
+        # The mesh in force while a program is traced decides what runs per shard (parallel/shards.py).
+        mesh = nullcontext() if self.rules is None else jax.set_mesh(self.rules.mesh)
+        with jax.default_matmul_precision(self.precision), mesh:
             program = jax.jit(function, donate_argnums=donate).lower(*arguments).compile()
         self.compiled[key] = program
         return program, time.perf_counter() - start
 
 
-def _prefill(graph: nnx.GraphDef, plan: PrefillPlan, parameters: nnx.State, *inputs: jax.Array) -> PrefillOutput:
-    return prefill(plan, nnx.merge(graph, parameters), *inputs)
+def _prefill(
+    graph: nnx.GraphDef, plan: PrefillPlan, rules: ShardingRules | None, parameters: nnx.State, *inputs: jax.Array
+) -> PrefillOutput:
+    output = prefill(plan, nnx.merge(graph, parameters), *inputs)
+    if rules is None:
+        return output
+    # The host reads all but the caches, and decode programs take the caches of any prefill.
+    logits, caches = rules.constrain_logits(output.logits), rules.constrain_caches(output.caches)
+    return rules.constrain_replicated(output._replace(caches={}))._replace(logits=logits, caches=caches)
 
 
-def _start_decode(plan: DecodePlan, num_requests: int, caches: LayerCaches) -> DecodeState:
-    return start_decode(plan, caches, num_requests)
+def _start_decode(plan: DecodePlan, num_requests: int, rules: ShardingRules | None, caches: LayerCaches) -> DecodeState:
+    return _placed(start_decode(plan, caches, num_requests), rules)
 
 
 def _decode(
     graph: nnx.GraphDef,
     plan: DecodePlan,
     kind: SamplingKind,
+    rules: ShardingRules | None,
     parameters: nnx.State,
     caches: LayerCaches,
     segments: SegmentRows,
@@ -127,11 +155,28 @@ def _decode(
     numbers: SamplingNumbers,
 ) -> tuple[jax.Array, DecodeState]:
     logits, after = decode_step(plan, nnx.merge(graph, parameters), caches, segments, state, tokens)
-    return sample(logits, kind, numbers, after.step), after
+    return _sample(kind, rules, logits, numbers, after.step), _placed(after, rules)
 
 
-def _sample_first(kind: SamplingKind, logits: jax.Array, numbers: SamplingNumbers) -> jax.Array:
-    return sample(logits, kind, numbers, jnp.zeros((), jnp.int32))
+def _sample_first(
+    kind: SamplingKind, rules: ShardingRules | None, logits: jax.Array, numbers: SamplingNumbers
+) -> jax.Array:
+    return _sample(kind, rules, logits, numbers, jnp.zeros((), jnp.int32))
+
+
+def _sample(
+    kind: SamplingKind, rules: ShardingRules | None, logits: jax.Array, numbers: SamplingNumbers, step: jax.Array
+) -> jax.Array:
+    if rules is None:
+        return sample(logits, kind, numbers, step)
+    # Every shard draws from all logits.
+    return rules.constrain_replicated(sample(rules.constrain_logits(logits), kind, numbers, step))
+
+
+def _placed(state: DecodeState, rules: ShardingRules | None) -> DecodeState:
+    if rules is None:
+        return state
+    return DecodeState(rules.constrain_caches(state.caches), rules.constrain_replicated(state.step))
 
 
 def _shapes(arrays: Any) -> Hashable:

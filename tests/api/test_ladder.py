@@ -1,4 +1,4 @@
-"""Segments on a ladder of static lengths (accelerators) give what row chunks of dynamic number (CPUs) give."""
+"""The ways to follow the number of kept rows agree: loops of chunks, a ladder of lengths, padding-free kernels."""
 
 from dataclasses import replace
 
@@ -45,31 +45,40 @@ LENGTHS = (290, 1, 160)
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"),
+    ("family", "mode", "lengths_by"),
     [
-        ("llama", "discard"),
-        ("gemma3", "carry"),
-        pytest.param("llama", "carry", marks=pytest.mark.slow),
-        pytest.param("gemma3", "discard", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", "discard", marks=pytest.mark.slow),
-        pytest.param("qwen3_next", "carry", marks=pytest.mark.slow),
+        ("llama", "discard", "ladder"),
+        ("gemma3", "carry", "kernels"),
+        ("qwen3_next", "discard", "kernels"),
+        pytest.param("llama", "carry", "ladder", marks=pytest.mark.slow),
+        pytest.param("llama", "carry", "kernels", marks=pytest.mark.slow),
+        pytest.param("gemma3", "carry", "ladder", marks=pytest.mark.slow),
+        pytest.param("gemma3", "discard", "ladder", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "discard", "ladder", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "carry", "kernels", marks=pytest.mark.slow),
     ],
 )
-def test_ladder_equals_chunks(family, mode):
+def test_loops_equal(family, mode, lengths_by):
     llm = up.LLM.from_config(SIZES | MODELS[family], dtype="float32", seed=2)
     drop_layers = auto_drop_layers(llm.config)
     assert len(drop_layers) >= 2
     config = up.UniPrefillConfig(
         top_p=0.6, block_size=32, sink_tokens=32, window_tokens=16, dropped_tokens=mode, drop_layers=drop_layers
     )
-    chunked = PrefillPlan.for_batch(llm.config, config, drop_layers, LENGTHS, jnp.float32)
-    assert chunked.ladder == (chunked.num_rows,) and chunked.row_chunk is not None
-    laddered = replace(chunked, ladder=(256, 320, chunked.num_rows), row_chunk=None)
+    chunked, other = (
+        PrefillPlan.for_batch(llm.config, config, drop_layers, LENGTHS, jnp.float32, by) for by in ("loops", lengths_by)
+    )
+    assert chunked.ladder == (chunked.num_rows,) and chunked.row_chunk is not None and other.row_chunk is None
+    if lengths_by == "ladder":
+        assert len(other.ladder) > 3
+        other = replace(other, ladder=(256, 320, other.num_rows))
+    else:
+        assert other.ladder == (other.num_rows,) and other.execution.skip_padding
     tokens = np.zeros(chunked.num_rows, np.int32)
     tokens[: sum(LENGTHS)] = np.random.default_rng(0).integers(0, 96, sum(LENGTHS))
     cu_seqlens = np.cumsum([0, *LENGTHS, 0]).astype(np.int32)
     outputs = []
-    for plan in (chunked, laddered):
+    for plan in (chunked, other):
         run, _ = llm.programs.prefill(plan, jnp.asarray(tokens), jnp.asarray(cu_seqlens))
         outputs.append(jax.device_get(run()))
     expected, found = outputs

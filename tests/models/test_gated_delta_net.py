@@ -1,11 +1,17 @@
 """The chunked gated delta rule against the recurrence run token by token, and what requests leave behind."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from uniprefill_jax.models.gated_delta_net import causal_conv, gated_delta_rule, gated_delta_step
+from pallas_kernels.gated_delta_rule import gated_delta_rule as rule
+from pallas_kernels.gated_delta_rule import gated_delta_step as step
+from uniprefill_jax.models.gated_delta_net import causal_conv
+
+gated_delta_rule, gated_delta_step = (partial(operation, normalise=False) for operation in (rule, step))
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 16, 24
 

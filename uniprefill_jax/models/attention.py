@@ -1,21 +1,29 @@
 """Softmax attention with grouped KV heads: full or sliding, optional QK-norm, optional output gate."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.causal_attention import causal_attention as causal_attention_kernel
 from uniprefill_jax.models.batch import PackedRows
 from uniprefill_jax.models.causal_attention import causal_attention, full_causal_attention
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.norms import RMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, constant
+from uniprefill_jax.models.projection import project
 from uniprefill_jax.models.rope import apply_rope
+from uniprefill_jax.parallel.mesh import TENSOR
+from uniprefill_jax.parallel.shards import over_heads
 
 RowFunction = Callable[[Array], Array]
+# As a function of its own in the program the kernel is traced and lowered once per shape, however many layers use it.
+_attention_kernel = jax.jit(causal_attention_kernel, static_argnames=("scale", "backend"))
 
 
 class AttentionCache(NamedTuple):
@@ -90,18 +98,14 @@ class Attention(nnx.Module):
         """after(x, attention(before(x))) of packed rows; also the cache and the queries (for scoring the prompt)."""
 
         def project(x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array, Array | None]:
-            return self._project(before(x), rope)
+            return self._project(before(x), rope, rows.kernel_count)
 
         def finish(x: Array, output: Array, gate: Array | None) -> Array:
-            return after(x, self._output(output, gate))
+            return after(x, self._output(output, gate, rows.kernel_count))
 
         queries, keys, values, gate = rows.map_rows(project, x, rows.rope(self.rope))
         with jax.named_scope(f"attention_{self.layer.mixer}"):
-            if rows.rules.full_attention == "cudnn" and self.layer.window is None:
-                output = full_causal_attention(queries, keys, values, scale=self.scale)
-            else:
-                start = rows.row_start(self.layer.window)
-                output = causal_attention(queries, keys, values, start, rows.count, scale=self.scale)
+            output = self._attend(queries, keys, values, rows)
         return rows.map_rows(finish, x, output, gate), AttentionCache(keys, values), queries
 
     def step(self, x: Float[Array, "B D"], view: AttentionStep) -> tuple[Float[Array, "B D"], AttentionCache]:
@@ -114,40 +118,38 @@ class Attention(nnx.Module):
             )
         )
         with jax.named_scope(f"decode_attention_{self.layer.mixer}"):
-            batch, num_heads, head_dim = queries.shape
-            grouped = queries.reshape(batch, keys.shape[1], -1, head_dim)
-            scores = jnp.concatenate(
-                [
-                    _masked(
-                        jnp.einsum("bkgd,tkd->bkgt", grouped, view.prompt.keys, preferred_element_type=jnp.float32)
-                        * self.scale,
-                        view.prompt_visible,
-                    ),
-                    _masked(
-                        jnp.einsum("bkgd,cbkd->bkgc", grouped, generated.keys, preferred_element_type=jnp.float32)
-                        * self.scale,
-                        view.generated_visible,
-                    ),
-                ],
-                axis=-1,
+            visible = (view.prompt_visible, view.generated_visible)
+            output = over_heads(
+                partial(_attend_step, scale=self.scale),
+                queries,
+                (*view.prompt, *generated),
+                *visible,
+                head_axis=1,
+                out_specs=PartitionSpec(None, TENSOR),
             )
-            weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-            num_prompt = view.prompt.keys.shape[0]
-            output = jnp.einsum(
-                "bkgt,tkd->bkgd", weights[..., :num_prompt], view.prompt.values, preferred_element_type=jnp.float32
-            ) + jnp.einsum(
-                "bkgc,cbkd->bkgd", weights[..., num_prompt:], generated.values, preferred_element_type=jnp.float32
-            )
-            output = output.reshape(batch, num_heads, head_dim).astype(x.dtype)
         return self._output(output, gate), generated
 
+    def attend_with[Kept](
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        attend: Callable[[Array, Array, Array], tuple[Float[Array, "T H d"], Kept]],
+    ) -> tuple[Float[Array, "T D"], Kept]:
+        """Projections, then `attend(queries, keys, values)` -> (output, whatever it keeps), then the output's."""
+        queries, keys, values, gate = self._project(x, rope)
+        output, kept = attend(queries, keys, values)
+        return self._output(output, gate), kept
+
     def _project(
-        self, x: Float[Array, "T D"], rope: tuple[Float[Array, "T half"], Float[Array, "T half"]]
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        count: Int32[Array, ""] | None = None,
     ) -> tuple[Array, Array, Array, Array | None]:
         with jax.named_scope("qkv"):
-            queries = _project(x, self.q_proj, self.q_bias)
-            keys = _project(x, self.k_proj, self.k_bias)
-            values = _project(x, self.v_proj, self.v_bias)
+            queries = project(x, self.q_proj, self.q_bias, count)
+            keys = project(x, self.k_proj, self.k_bias, count)
+            values = project(x, self.v_proj, self.v_bias, count)
             gate = None
             if self.gated:
                 queries, gate = jnp.split(queries, 2, axis=-1)
@@ -156,12 +158,60 @@ class Attention(nnx.Module):
         with jax.named_scope("rope"):
             return apply_rope(queries, rope), apply_rope(keys, rope), values, gate
 
-    def _output(self, output: Float[Array, "T H d"], gate: Float[Array, "T H d"] | None) -> Float[Array, "T D"]:
+    def _attend(
+        self,
+        queries: Float[Array, "T H d"],
+        keys: Float[Array, "T KV d"],
+        values: Float[Array, "T KV d"],
+        rows: PackedRows,
+    ) -> Float[Array, "T H d"]:
+        window = self.layer.window
+        backend = rows.rules.full_attention if window is None else rows.rules.sliding_attention
+        ranges = (rows.row_start(window), rows.count)
+        if backend == "cudnn":
+            attend, ranges = full_causal_attention, ()
+        else:
+            attend = _attention_kernel if backend == "kernel" else causal_attention
+        attend = partial(attend, scale=self.scale)
+        cut = PartitionSpec(None, TENSOR)
+        return over_heads(attend, queries, (keys, values), *ranges, head_axis=1, out_specs=cut)
+
+    def _output(
+        self,
+        output: Float[Array, "T H d"],
+        gate: Float[Array, "T H d"] | None,
+        count: Int32[Array, ""] | None = None,
+    ) -> Float[Array, "T D"]:
         with jax.named_scope("attention_output"):
             if gate is not None:
                 output = output * jax.nn.sigmoid(gate)
-            projected = jnp.einsum("thd,hde->te", output, self.o_proj[...])
-            return projected if self.o_bias is None else projected + self.o_bias[...]
+            return project(output, self.o_proj, self.o_bias, count)
+
+
+def _attend_step(
+    queries: Float[Array, "B H d"],
+    prompt_keys: Float[Array, "T KV d"],
+    prompt_values: Float[Array, "T KV d"],
+    generated_keys: Float[Array, "capacity B KV d"],
+    generated_values: Float[Array, "capacity B KV d"],
+    prompt_visible: Bool[Array, "B T"],
+    generated_visible: Bool[Array, "B capacity"],
+    *,
+    scale: float,
+) -> Float[Array, "B H d"]:
+    """Attention of one query per request over prompt rows and generated tokens."""
+    batch, num_heads, head_dim = queries.shape
+    num_prompt, num_kv_heads, _ = prompt_keys.shape
+    grouped = queries.reshape(batch, num_kv_heads, -1, head_dim)
+    to_prompt = jnp.einsum("bkgd,tkd->bkgt", grouped, prompt_keys, preferred_element_type=jnp.float32)
+    to_generated = jnp.einsum("bkgd,cbkd->bkgc", grouped, generated_keys, preferred_element_type=jnp.float32)
+    scores = [_masked(to_prompt * scale, prompt_visible), _masked(to_generated * scale, generated_visible)]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(generated_values.dtype)
+    from_prompt, from_generated = weights[..., :num_prompt], weights[..., num_prompt:]
+    output = jnp.einsum("bkgt,tkd->bkgd", from_prompt, prompt_values, preferred_element_type=jnp.float32) + jnp.einsum(
+        "bkgc,cbkd->bkgd", from_generated, generated_values, preferred_element_type=jnp.float32
+    )
+    return output.reshape(batch, num_heads, head_dim).astype(queries.dtype)
 
 
 def _bias(scope: ParameterScope, name: str, dimensions: tuple[tuple[int, str], ...]) -> nnx.Param:
@@ -174,11 +224,6 @@ def _bias(scope: ParameterScope, name: str, dimensions: tuple[tuple[int, str], .
 
 def _head_norm(scope: ParameterScope, config: ModelConfig) -> RMSNorm:
     return RMSNorm(scope, config.head_dim, config.rms_norm_eps, zero_centred=True, axis="head_dim")
-
-
-def _project(x: Float[Array, "T D"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "T heads d"]:
-    projected = jnp.einsum("te,ehd->thd", x, weight[...])
-    return projected if bias is None else projected + bias[...]
 
 
 def _masked(scores: Float[Array, "B KV G keys"], visible: Bool[Array, "B keys"]) -> Float[Array, "B KV G keys"]:

@@ -8,7 +8,7 @@ rows stay in order of position.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,11 @@ class PackedRows:
         """Number of real rows; padding follows them."""
         return self.cu_seqlens[-1]
 
+    @property
+    def kernel_count(self) -> Int32[Array, ""] | None:
+        """`count` where row-wise products may skip padding (see `projection.project`), else None."""
+        return self.count if self.rules.skip_padding else None
+
     def first(self, length: int) -> "PackedRows":
         """The first `length` rows, among them every real one."""
         positions, request, row_starts, rope_tables = jax.tree.map(
@@ -94,6 +99,14 @@ class PackedRows:
         return self.rope_tables[self.rules.ropes.index(rope)]
 
 
+class Execution(NamedTuple):
+    """Who computes the heavy parts: see the attributes of these names in `PackingRules`."""
+
+    full_attention: AttentionBackend
+    sliding_attention: AttentionBackend
+    skip_padding: bool
+
+
 @dataclass(frozen=True)
 class PackingRules:
     """What a model and a setting need computed for every packed batch.
@@ -104,6 +117,8 @@ class PackingRules:
         window_meaning: whether windows count original positions or kept tokens.
         row_chunk: most rows that row-wise work handles at a time; None for all at once.
         full_attention: backend of full causal attention.
+        sliding_attention: backend of sliding windows.
+        skip_padding: whether products run on kernels that leave out padding rows and read weights where they lie.
     """
 
     windows: tuple[int | None, ...]
@@ -111,20 +126,18 @@ class PackingRules:
     window_meaning: WindowMeaning
     row_chunk: int | None
     full_attention: AttentionBackend
+    sliding_attention: AttentionBackend = "xla"
+    skip_padding: bool = False
 
     @classmethod
     def of(
-        cls,
-        config: ModelConfig,
-        window_meaning: WindowMeaning,
-        row_chunk: int | None,
-        full_attention: AttentionBackend,
+        cls, config: ModelConfig, window_meaning: WindowMeaning, row_chunk: int | None, execution: "Execution"
     ) -> "PackingRules":
         """The distinct windows and rotary configurations of a model."""
         attention = [layer for layer in config.layers if layer.mixer != "linear"]
         windows = dict.fromkeys([None, *(layer.window for layer in attention)])
         ropes = dict.fromkeys(layer.rope for layer in attention if layer.rope is not None)
-        return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk, full_attention)
+        return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk, *execution)
 
 
 def pack_rows(positions: Int32[Array, " T"], cu_seqlens: Int32[Array, " B+1"], rules: PackingRules) -> PackedRows:

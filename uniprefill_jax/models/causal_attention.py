@@ -1,8 +1,8 @@
 """Causal attention over packed rows: row i sees rows [row_start[i], i]; starts never fall along the axis.
 
-Two backends: "xla" takes any ranges, "cudnn" full causal attention of a single request (NVIDIA, bfloat16 or float16).
-The "xla" backend serves full attention, sliding windows and ragged batches, before and after a drop. Tiles that no row
-of a query block sees are skipped, tiles that every row sees whole are not masked.
+Three backends: "kernel" (pallas_kernels/causal_attention) and "xla" take any ranges, "cudnn" full causal attention of a
+single request (NVIDIA, bfloat16 or float16). Ranges serve full attention, sliding windows and ragged batches, before
+and after a drop. In "xla", below, key tiles that no row of a query tile sees are skipped.
 """
 
 import math
@@ -16,13 +16,7 @@ QUERY_TILE = 256
 KEY_TILE = 256
 _NEGATIVE = -1e30
 
-AttentionBackend = Literal["xla", "cudnn"]
-
-
-def choose_attention_backend(dtype: jnp.dtype, num_requests: int, platform: str) -> AttentionBackend:
-    """The fastest backend for full causal attention of a packed batch; windows always run on "xla"."""
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if platform == "gpu" and half and num_requests == 1 else "xla"
+AttentionBackend = Literal["xla", "cudnn", "kernel"]
 
 
 def full_causal_attention(

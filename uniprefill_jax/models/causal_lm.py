@@ -11,6 +11,7 @@ from uniprefill_jax.models.gemma3 import gemma3_layer
 from uniprefill_jax.models.llama import llama_layer
 from uniprefill_jax.models.norms import RMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, normal
+from uniprefill_jax.models.projection import LayerOfStack
 from uniprefill_jax.models.qwen3_next import qwen3_next_layer
 
 LAYER_DECLARATIONS = {"llama": llama_layer, "gemma3": gemma3_layer, "qwen3_next": qwen3_next_layer}
@@ -62,10 +63,16 @@ class CausalLM(nnx.Module):
             return x
 
     def layer(self, kind: str, index: Int32[Array, ""] | int) -> DecoderLayer:
-        """One layer of a kind, cut out of the stack at a (traced) index."""
+        """One layer of a kind at a (traced) index of its stack: vectors are cut out, matrices stay where they lie."""
         graph, stacked = nnx.split(self.layers[kind])
-        taken = jax.tree.map(lambda array: jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False), stacked)
-        return nnx.merge(graph, taken)
+        index = jnp.asarray(index, jnp.int32)
+
+        def take(variable: nnx.Variable) -> nnx.Variable:
+            layer = LayerOfStack(variable.get_value(), index)
+            return variable.replace(layer if variable.get_metadata()["spec"].num_inputs else layer.cut())
+
+        taken = [(path, take(variable)) for path, variable in nnx.to_flat_state(stacked)]
+        return nnx.merge(graph, nnx.from_flat_state(taken))
 
     def logits(self, x: Float[Array, "B D"]) -> Float[Array, "B vocab"]:
         """Final norm and output head, float32."""

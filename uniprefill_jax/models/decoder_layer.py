@@ -1,8 +1,10 @@
 """A decoder layer of any family: token mixer and feed-forward, each in a residual branch between norms."""
 
+from collections.abc import Callable
+
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.models.attention import Attention, AttentionCache, AttentionStep
 from uniprefill_jax.models.batch import PackedRows
@@ -47,10 +49,17 @@ class DecoderLayer(nnx.Module):
         output, kept = self.mixer.step(self.input_norm(x), view)  # pyright: ignore[reportArgumentType]
         return self._add_mixed(x, output), kept
 
-    def transform(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """The feed-forward sub-layer: every row on its own."""
+    def mix_with[Kept](
+        self, x: Float[Array, "T D"], mix: Callable[[Array], tuple[Float[Array, "T D"], Kept]]
+    ) -> tuple[Float[Array, "T D"], Kept]:
+        """The mixer sub-layer with `mix(normed rows)` -> (output, whatever it keeps) in place of the mixer's call."""
+        output, kept = mix(self.input_norm(x))
+        return self._add_mixed(x, output), kept
+
+    def transform(self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None) -> Float[Array, "T D"]:
+        """The feed-forward sub-layer: every row on its own; `count` as in `projection.project`."""
         with jax.named_scope("feed_forward_sublayer"):
-            output = self.feed_forward(self.feed_forward_norm(x))
+            output = self.feed_forward(self.feed_forward_norm(x), count)
             if self.feed_forward_output_norm is not None:
                 output = self.feed_forward_output_norm(output)
             return x + output

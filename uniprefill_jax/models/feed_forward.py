@@ -1,19 +1,12 @@
 """The gated feed-forward layer shared by all families."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.grouped_matmul import ACTIVATIONS
 from uniprefill_jax.models.parameters import ParameterScope, constant
-
-ACTIVATION_FUNCTIONS = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-    "gelu": partial(jax.nn.gelu, approximate=False),
-}
+from uniprefill_jax.models.projection import gated_project, project
 
 
 class FeedForward(nnx.Module):
@@ -30,15 +23,13 @@ class FeedForward(nnx.Module):
         self.down_bias = scope.declare("down_proj.bias", (hidden_size,), ("embed",), init=zero) if bias else None
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Every row on its own."""
+    def __call__(self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None) -> Float[Array, "T D"]:
+        """Every row on its own; `count` real rows, where the product kernel may run (see `projection.project`)."""
         with jax.named_scope("feed_forward"):
-            gate = _linear(x, self.gate_proj, self.gate_bias)
-            up = _linear(x, self.up_proj, self.up_bias)
-            inner = ACTIVATION_FUNCTIONS[self.activation](gate) * up
-            return _linear(inner, self.down_proj, self.down_bias)
-
-
-def _linear(x: Float[Array, "T inputs"], weight: nnx.Param, bias: nnx.Param | None) -> Float[Array, "T outputs"]:
-    product = jnp.dot(x, weight[...])
-    return product if bias is None else product + bias[...]
+            inner = None
+            if self.gate_bias is None:
+                inner = gated_project(x, self.gate_proj, self.up_proj, self.activation, count)
+            if inner is None:
+                gate = project(x, self.gate_proj, self.gate_bias, count)
+                inner = ACTIVATIONS[self.activation](gate) * project(x, self.up_proj, self.up_bias, count)
+            return project(inner, self.down_proj, self.down_bias, count)

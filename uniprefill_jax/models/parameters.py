@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Sharding
 
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 
@@ -28,7 +29,13 @@ def normal(standard_deviation: float) -> Initializer:
 @partial(jax.jit, static_argnums=(2, 3))
 def _draw_normal(key: jax.Array, standard_deviation: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     # One program per shape, whatever the deviation: compiling takes longer than drawing for all but large models.
-    return (jax.random.normal(key, shape, jnp.float32) * standard_deviation).astype(dtype)
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return (jax.random.normal(key, shape, jnp.float32) * standard_deviation).astype(dtype)
+
+    if len(shape) < 3:
+        return draw(key, shape)
+    # Layer by layer: the random bits of one layer are all that lies whole on a device, on a mesh too.
+    return jax.lax.map(lambda key: draw(key, shape[1:]), jax.random.split(key, shape[0]))
 
 
 def constant(value: float) -> Initializer:
@@ -53,6 +60,7 @@ class ParameterSpec:
         file_view: the array is `file.reshape(file_view).transpose(permutation)`.
         permutation: see `file_view`.
         init: random initialiser.
+        num_inputs: leading dimensions of `shape` that a product sums over; 0 for what is no matrix.
         layers: layer numbers stacked on the leading axis, or None for a single array.
         experts: number of experts stacked after the layers, or None.
     """
@@ -64,6 +72,7 @@ class ParameterSpec:
     file_view: tuple[int, ...]
     permutation: tuple[int, ...]
     init: Initializer
+    num_inputs: int = 0
     layers: tuple[int, ...] | None = None
     experts: int | None = None
 
@@ -104,6 +113,7 @@ class ParameterScope:
         init: Initializer,
         permutation: Sequence[int] | None = None,
         file_shape: Sequence[int] | None = None,
+        num_inputs: int = 0,
     ) -> nnx.Param:
         """Declare one parameter; by default the file holds the same array in the same order.
 
@@ -121,6 +131,7 @@ class ParameterScope:
             file_view=file_view,
             permutation=permutation,
             init=init,
+            num_inputs=num_inputs,
             layers=self.layers,
             experts=self.experts,
         )
@@ -143,8 +154,17 @@ class ParameterScope:
         permutation = tuple(range(len(outputs), len(shape))) + tuple(range(len(outputs)))
         file_shape = (int(np.prod(shape[count:])), fan_in)
         return self.declare(
-            name, shape, axes, init=normal(fan_in**-0.5), permutation=permutation, file_shape=file_shape
+            name,
+            shape,
+            axes,
+            init=normal(fan_in**-0.5),
+            permutation=permutation,
+            file_shape=file_shape,
+            num_inputs=count,
         )
+
+
+ChooseSharding = Callable[[str, ParameterSpec], Sharding | None]
 
 
 def parameter_specs(model: nnx.Module) -> dict[str, ParameterSpec]:
@@ -152,14 +172,22 @@ def parameter_specs(model: nnx.Module) -> dict[str, ParameterSpec]:
     return {path: variable.get_metadata()["spec"] for path, variable in _parameters(model)}
 
 
-def initialise(model: nnx.Module, seed: int) -> dict[str, jax.Array]:
-    """Random arrays for every parameter, by path: what `load_parameters` gives for a checkpoint."""
+def initialise(model: nnx.Module, seed: int, sharding: ChooseSharding | None = None) -> dict[str, jax.Array]:
+    """Random arrays for every parameter, by path: what `load_parameters` gives for a checkpoint.
+
+    `sharding` gives each parameter's placement (None: the default device) and does not change its values.
+    """
     parameters = {}
     key = jax.random.key(seed, impl="rbg")  # compiles and draws several times faster than the default generator
     for number, (path, variable) in enumerate(_parameters(model)):
         spec: ParameterSpec = variable.get_metadata()["spec"]
         dtype = variable.get_value().dtype
-        parameters[path] = spec.init(jax.random.fold_in(key, number), spec.full_shape, dtype)
+        own = jax.random.fold_in(key, number)
+        if sharding is None:
+            parameters[path] = spec.init(own, spec.full_shape, dtype)
+        else:
+            draw = jax.jit(spec.init, static_argnums=(1, 2), out_shardings=sharding(path, spec))
+            parameters[path] = draw(own, spec.full_shape, dtype)
     return parameters
 
 

@@ -3,16 +3,19 @@
 This is the whole algorithm for the packed rows of a batch; `prefill.py` calls it between segments of layers.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_score import block_score
 from pallas_kernels.compact_rows import compact_rows
 from pallas_kernels.top_p_select import top_p_select
 from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.parallel.shards import maximum_over_shards, mean_over_shards, over_heads, replicated
 
 
 class DropInputs(NamedTuple):
@@ -54,8 +57,34 @@ def choose_tokens(
 ) -> Drop:
     """Score, order, cut and force (notes: algorithm, steps 2-4).
 
-    `memory` is the weight of the carried scores; where `config.score_memory` is 0 none are read or written.
+    `memory` is the weight of the carried scores; where `config.score_memory` is 0 none are read or written. Under a
+    mesh each shard scores with its own heads; all else follows from the joint scores, on every shard alike.
     """
+
+    def on_shard(
+        queries: Float[Array, "B n heads d"],
+        keys: Float[Array, "T kv_heads d"],
+        cu_seqlens: Int32[Array, " B+1"],
+        token_scores: Float[Array, " T"],
+        top_p: Float[Array, ""],
+        memory: Float[Array, ""],
+    ) -> Drop:
+        own = DropInputs(queries, keys, cu_seqlens, token_scores)
+        return _choose_tokens(own, config, top_p=top_p, memory=memory, scale=scale, num_blocks=num_blocks)
+
+    queries, keys, *others = inputs
+    return over_heads(on_shard, queries, (keys,), *others, top_p, memory, head_axis=2, out_specs=PartitionSpec())
+
+
+def _choose_tokens(
+    inputs: DropInputs,
+    config: UniPrefillConfig,
+    *,
+    top_p: Float[Array, ""],
+    memory: Float[Array, ""],
+    scale: float,
+    num_blocks: int,
+) -> Drop:
     queries, keys, cu_seqlens, token_scores = inputs
     num_rows = keys.shape[0]
     with jax.named_scope("score"):
@@ -68,7 +97,8 @@ def choose_tokens(
             scale=scale,
             peak=config.score == "peak",
         )
-        combined = scores.mass if scores.peak is None else scores.peak
+        mass = mean_over_shards(scores.mass)
+        combined = mass if scores.peak is None else maximum_over_shards(scores.peak)
         if config.score_memory:
             rows = rows_of_blocks(cu_seqlens, num_blocks, config.block_size)
             combined = (1.0 - memory) * combined + memory * mean_over_blocks(token_scores, rows)
@@ -92,14 +122,15 @@ def choose_tokens(
             token_scores=token_scores,
             block_mass=selection.normalised,
             cut_margin=selection.cut_margin,
-            discarded_mass=jnp.where(selection.kept_blocks, 0.0, scores.mass).sum(axis=-1),
+            discarded_mass=jnp.where(selection.kept_blocks, 0.0, mass).sum(axis=-1),
         )
 
 
 def compact(arrays: tuple[Array, ...], drop: Drop) -> tuple[Array, ...]:
     """Move the kept rows of every array to the front, in order; the rest is zero (notes: algorithm, step 5)."""
     with jax.named_scope("compact"):
-        return compact_rows(arrays, drop.indices, drop.cu_seqlens[-1], out_rows=arrays[0].shape[0])
+        move = replicated(partial(compact_rows, out_rows=arrays[0].shape[0]))
+        return move(arrays, drop.indices, drop.cu_seqlens[-1])
 
 
 def rows_of_blocks(
