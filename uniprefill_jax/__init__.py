@@ -4,13 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from uniprefill_jax.config import EngineConfig as EngineConfig
     from uniprefill_jax.config import SamplingConfig as SamplingConfig
     from uniprefill_jax.config import UniPrefillConfig as UniPrefillConfig
+    from uniprefill_jax.engine.engine import Engine as Engine
     from uniprefill_jax.errors import CheckpointError as CheckpointError
     from uniprefill_jax.errors import ConfigError as ConfigError
     from uniprefill_jax.errors import InputError as InputError
     from uniprefill_jax.errors import UniPrefillError as UniPrefillError
     from uniprefill_jax.llm import LLM as LLM
+    from uniprefill_jax.parallel.mesh import make_mesh as make_mesh
     from uniprefill_jax.results import Completion as Completion
     from uniprefill_jax.results import PrefillResult as PrefillResult
     from uniprefill_jax.sparsify.selection import score_blocks as score_blocks
@@ -21,12 +24,15 @@ _HOMES = {
     "CheckpointError": "errors",
     "Completion": "results",
     "ConfigError": "errors",
+    "Engine": "engine.engine",
+    "EngineConfig": "config",
     "InputError": "errors",
     "LLM": "llm",
     "PrefillResult": "results",
     "SamplingConfig": "config",
     "UniPrefillConfig": "config",
     "UniPrefillError": "errors",
+    "make_mesh": "parallel.mesh",
     "score_blocks": "sparsify.selection",
     "select_tokens": "sparsify.selection",
 }

@@ -1,4 +1,4 @@
-"""What a user may set: how a prompt is shortened and how tokens are sampled. Frozen, validated when made."""
+"""What a user may set: how prompts shrink, how tokens are sampled, what an engine may hold. Frozen, validated."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin, get_type_hints
@@ -6,6 +6,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from uniprefill_jax.errors import ConfigError
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,34 @@ class SamplingConfig:
             raise ConfigError(f"SamplingConfig: seed is {self.seed!r}; use an integer in [0, 2**32)")
         _check_number(self, "top_p", self.top_p, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
         _check_number(self, "temperature", self.temperature, "0 or more", lambda value: 0.0 <= value < float("inf"))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the serving engine may hold at a time, and how it divides its work.
+
+    Attributes:
+        page_size: tokens per page of keys and values.
+        pool_pages: pages in all. A page holds `page_size` tokens of one attention layer, so a prompt of n tokens that
+            drops none takes ceil(n / page_size) pages in every attention layer, one that drops takes fewer.
+        max_running: most requests admitted at a time: rows of every decode step.
+        prefill_chunk: most prompt tokens that one step prefills through one segment of layers.
+        max_length: most tokens of a request, prompt and generated ones; the model's own limit where that is lower.
+    """
+
+    page_size: int = 64
+    pool_pages: int = 16384
+    max_running: int = 16
+    prefill_chunk: int = 2048
+    max_length: int = 32768
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            raise ConfigError(f"EngineConfig: page_size is {self.page_size!r}; use one of {PAGE_SIZES}")
+        for name in ("pool_pages", "max_running", "prefill_chunk", "max_length"):
+            value = getattr(self, name)
+            if not _is_integer(value) or value < 1:
+                raise ConfigError(f"EngineConfig: {name} is {value!r}; use an integer of at least 1")
 
 
 def _is_integer(value: object) -> bool:

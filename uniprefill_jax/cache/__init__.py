@@ -1,0 +1,1 @@
+"""Where requests keep keys, values and recurrent states: pages and slots, accounted for on the host."""

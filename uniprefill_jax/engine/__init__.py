@@ -1,0 +1,1 @@
+"""Continuous batching: requests, their scheduling, and an executor that prefills in chunks while others decode."""

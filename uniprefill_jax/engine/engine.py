@@ -1,0 +1,222 @@
+"""The engine: submit requests, step, read events. Prefill goes in chunks while everything that runs goes on decoding.
+
+One step reads the outcome of the drops of the step before (an integer each), plans, dispatches one decode step and the
+prefill units that fit its token budget, and only then reads the tokens of the step before: the device never waits for
+the host to look at a token.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from uniprefill_jax.cache.pools import attention_layers
+from uniprefill_jax.config import EngineConfig, SamplingConfig, UniPrefillConfig
+from uniprefill_jax.engine.executor import Executor
+from uniprefill_jax.engine.requests import Event, PrefillReport, PrefillShape, Request, RequestState, StageRows
+from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction
+from uniprefill_jax.engine.stages import prefill_stages, segment_layers
+from uniprefill_jax.errors import ConfigError, InputError
+from uniprefill_jax.llm import LLM, GrowingText
+from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Where an engine stands.
+
+    Attributes:
+        waiting, prefilling, running: requests in these states.
+        finished, cancelled, preemptions: how many there were so far.
+        pages, pages_in_use, pages_reserved: of the pool; reserved ones are promised to prefills in progress.
+        slots_in_use: admitted requests.
+        programs: compiled programs so far.
+    """
+
+    waiting: int
+    prefilling: int
+    running: int
+    finished: int
+    cancelled: int
+    preemptions: int
+    pages: int
+    pages_in_use: int
+    pages_reserved: int
+    slots_in_use: int
+    programs: int
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Tokens on their way: the device's array, and for each entry that matters the request and the token's number."""
+
+    tokens: jax.Array
+    entries: list[tuple[int, Request, int]]
+
+
+class Engine:
+    """Continuous batching over one model on one device. Not thread-safe: one thread submits, steps and cancels."""
+
+    def __init__(self, llm: LLM, config: EngineConfig | None = None):
+        """Allocate the pools.
+
+        Raises ConfigError for a model that is sharded over a mesh.
+        """
+        if llm.mesh is not None:
+            raise ConfigError("the engine runs on one device, and this model is sharded over a mesh; load it without")
+        self.llm = llm
+        self.config = config or EngineConfig()
+        self.max_length = min(self.config.max_length, llm.config.max_position)
+        self.scheduler = Scheduler(self.config, len(attention_layers(llm.config)))
+        self.executor = Executor(llm, self.config, self.max_length)
+        self._requests: dict[int, Request] = {}
+        self._texts: dict[int, GrowingText] = {}
+        self._wants_report: set[int] = set()
+        self._reports: dict[int, PrefillReport] = {}
+        self._pending: list[_Pending] = []
+        self._submitted = 0
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._requests)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        config: UniPrefillConfig | None = None,
+        sampling: SamplingConfig | None = None,
+        *,
+        priority: int = 0,
+        report: bool = False,
+    ) -> int:
+        """Queue a prompt of token ids; its number, by which events name it.
+
+        Args:
+            prompt: token ids.
+            config: how the prompt is shortened.
+            sampling: how tokens are drawn, and how many at most.
+            priority: lower goes first; equal ones in order of submission.
+            report: keep what the prefill decided for `take_report`.
+
+        Raises InputError for a prompt that the model or the pool cannot take, ConfigError for impossible drop layers.
+        """
+        config, sampling = config or UniPrefillConfig(), sampling or SamplingConfig()
+        tokens = self.llm.checked_tokens(prompt)
+        if len(tokens) > self.max_length:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens, the engine takes at most {self.max_length}; shorten it or raise "
+                "max_length"
+            )
+        drop_layers = resolve_drop_layers(config, self.llm.config)
+        stages = prefill_stages(self.llm.config, config, drop_layers)
+        # The token after the last position can be drawn, but not fed back.
+        limit = min(sampling.max_tokens, self.max_length - len(tokens) + 1)
+        text = GrowingText(self.llm.tokenizer, sampling, limit)
+        request = Request(
+            id=self._submitted,
+            prompt=np.asarray(tokens, np.int32),
+            config=config,
+            sampling=sampling,
+            shape=PrefillShape(
+                stages=tuple(StageRows(stage.rows, stage.drops) for stage in stages),
+                segments=segment_layers(self.llm.config, config, drop_layers),
+                carries=config.dropped_tokens == "carry",
+            ),
+            limit=limit,
+            rank=(priority, self._submitted),
+        )
+        self.scheduler.submit(request)
+        self._submitted += 1
+        self._requests[request.id] = request
+        self._texts[request.id] = text
+        if report:
+            self._wants_report.add(request.id)
+        return request.id
+
+    def step(self) -> list[Event]:
+        """Do one step's worth of work; what became known in it."""
+        for request in self.scheduler.in_state(RequestState.PREFILLING):
+            if request.awaits_drop:
+                self.scheduler.drop_read(request, self.executor.read_drop(request))
+                self.executor.next_segment(request)
+        plan = self.scheduler.schedule()
+        events = []
+        for request in plan.preempted:
+            self.executor.forget(request)
+            self._counts["preemptions"] += 1
+            events.append(Event(request.id, "preempted"))
+        before, self._pending = self._pending, []
+        if plan.decode:
+            entries = [(row.request.slot, row.request, row.request.dispatched - 1) for row in plan.decode]
+            self._pending.append(_Pending(self.executor.decode(plan.decode), entries))
+        for unit in plan.units:
+            token = self.executor.run(unit)
+            if token is not None:
+                self._pending.append(_Pending(token, [(0, unit.request, 0)]))
+                if unit.request.id in self._wants_report:
+                    self._reports[unit.request.id] = self.executor.report(unit.request)
+                self.executor.forget(unit.request)
+        for pending in before:
+            events += self._read(pending)
+        return events
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request wherever it is, and free all that it holds; False where it has ended already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, "cancelled")
+        self._reports.pop(request_id, None)
+        return True
+
+    def take_report(self, request_id: int) -> PrefillReport:
+        """What the prefill of a request submitted with `report=True` decided; InputError where there is none (yet)."""
+        if request_id not in self._reports:
+            raise InputError(f"there is no report of request {request_id}: not asked for, not prefilled, or taken")
+        return self._reports.pop(request_id)
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        pages = self.scheduler.pages
+        return EngineStats(
+            waiting=len(self.scheduler.waiting),
+            prefilling=len(self.scheduler.in_state(RequestState.PREFILLING)),
+            running=len(self.scheduler.in_state(RequestState.RUNNING)),
+            finished=self._counts["finished"],
+            cancelled=self._counts["cancelled"],
+            preemptions=self._counts["preemptions"],
+            pages=pages.num_pages,
+            pages_in_use=pages.used_pages,
+            pages_reserved=pages.reserved_pages,
+            slots_in_use=self.config.max_running - self.scheduler.slots.free_slots,
+            programs=self.executor.compiled,
+        )
+
+    def _read(self, pending: _Pending) -> list[Event]:
+        tokens = np.asarray(pending.tokens).reshape(-1)
+        events = []
+        for place, request, number in pending.entries:
+            # It may have ended since, or be computing tokens again that were already handed out.
+            if request.ended or number < len(request.generated):
+                continue
+            token, text = int(tokens[place]), self._texts[request.id]
+            request.generated.append(token)
+            events.append(Event(request.id, "token", token, text.push(token)))
+            if text.ended:
+                fraction = kept_fraction(request)
+                self._end(request, text.finish_reason)
+                events.append(
+                    Event(request.id, "finished", finish_reason=request.finish_reason, kept_fraction=fraction)
+                )
+        return events
+
+    def _end(self, request: Request, reason: str) -> None:
+        self.scheduler.finish(request, reason)
+        self.executor.forget(request)
+        self._counts["cancelled" if reason == "cancelled" else "finished"] += 1
+        del self._requests[request.id], self._texts[request.id]
+        self._wants_report.discard(request.id)

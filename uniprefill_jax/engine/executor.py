@@ -1,0 +1,278 @@
+"""Runs what the scheduler decided: the pools, the slots, every request's rows on the device, and compiled programs.
+
+Programs are few: chunks come in a handful of sizes, row buffers in powers of two, the decode batch and page tables in
+one size each, and stages of equal shape share a program whatever their layers.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from uniprefill_jax.cache.pools import CachePools, attention_layers, make_pools
+from uniprefill_jax.cache.tables import pages_of
+from uniprefill_jax.config import EngineConfig
+from uniprefill_jax.engine.decode_steps import (
+    GO_ON,
+    IDLE,
+    Joining,
+    decode_step,
+    empty_slots,
+    finish_prefill,
+    longest_window,
+    window_layers,
+)
+from uniprefill_jax.engine.prefill_steps import (
+    DropOutcome,
+    LayerPlaces,
+    RowBuffer,
+    drop_rows,
+    last_positions,
+    load_chunk,
+    put_back,
+    run_stage,
+    start_rows,
+    store_chunk,
+)
+from uniprefill_jax.engine.programs import StepPrograms
+from uniprefill_jax.engine.requests import PrefillReport, Request
+from uniprefill_jax.engine.scheduler import DecodeRow, Unit
+from uniprefill_jax.engine.stages import Stage, prefill_stages, stage_program
+from uniprefill_jax.llm import DTYPES, LLM
+from uniprefill_jax.sampling import SamplingKind, SamplingNumbers
+from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+
+SMALLEST_CHUNK = 64
+CHUNK_STEP = 4
+
+
+@dataclass
+class _Rows:
+    """One request's prefill on the device.
+
+    Attributes:
+        stages: its stages.
+        drop_layers: where it drops.
+        all_rows: the whole prompt; in discard mode no longer needed after the first drop.
+        kept_rows: what the last drop kept.
+        queries: the last queries of the stage's last mixer so far.
+        tails: positions that decoding may still see through sliding windows.
+        page_tables: pages of the segments that are open.
+        outcomes: every drop so far.
+        logits: of the last prompt token, at the end.
+    """
+
+    stages: tuple[Stage, ...]
+    drop_layers: tuple[int, ...]
+    all_rows: RowBuffer | None
+    kept_rows: RowBuffer | None
+    queries: jax.Array
+    tails: jax.Array
+    page_tables: jax.Array
+    outcomes: list[DropOutcome] = field(default_factory=list)
+    logits: jax.Array | None = None
+
+
+class Executor:
+    """The device's side of the engine.
+
+    Attributes:
+        pools: pages and recurrent states.
+        max_pages: width of page tables.
+        compiled: how many programs of the model were made so far, by any engine.
+    """
+
+    def __init__(self, llm: LLM, config: EngineConfig, max_length: int):
+        self.model = llm.config
+        self.config = config
+        self.max_pages = pages_of(max_length, config.page_size)
+        self.pools: CachePools = make_pools(
+            llm.config, config.pool_pages, config.page_size, config.max_running, DTYPES[llm.dtype]
+        )
+        self.slots = empty_slots(llm.config, config.max_running, self.max_pages, config.pool_pages)
+        self._dtype = DTYPES[llm.dtype]
+        self._programs = StepPrograms.of(llm)
+        self._rows: dict[int, _Rows] = {}
+        self._chunk_sizes = _chunk_sizes(config.prefill_chunk)
+        shape = (len(attention_layers(llm.config)), config.max_running)
+        self._no_new_pages = jnp.full(shape, config.pool_pages, jnp.int32)
+
+    @property
+    def compiled(self) -> int:
+        """Programs of the model made so far."""
+        return self._programs.count
+
+    def read_drop(self, request: Request) -> int:
+        """How many tokens the last drop of a request kept; waits for the device."""
+        return int(self._rows[request.id].outcomes[-1].count)
+
+    def next_segment(self, request: Request) -> None:
+        """The pages of a segment after a drop are there: note them."""
+        rows = self._rows[request.id]
+        rows.page_tables = self._page_tables(request)
+        assert rows.kept_rows is not None
+        self._note_tails(request, rows, rows.kept_rows)
+
+    def forget(self, request: Request) -> None:
+        """Drop what the device holds of a request's prefill, finished or not."""
+        self._rows.pop(request.id, None)
+
+    def run(self, unit: Unit) -> jax.Array | None:
+        """Dispatch one unit; the first token, not yet computed, where it ends the prefill."""
+        request = unit.request
+        # Only now, not when it is admitted: hidden states of prompts that wait for their turn would fill the memory.
+        rows = self._rows.get(request.id) or self._begin(request)
+        stage = rows.stages[unit.stage]
+        buffer = rows.all_rows if stage.rows == "all" else rows.kept_rows
+        assert buffer is not None
+        size = next(size for size in self._chunk_sizes if size >= unit.count)
+        meaning = request.config.sliding_window
+        windows = LayerPlaces(self.model).windows
+        load = self._programs.get(
+            ("load", size, meaning), partial(load_chunk, size=size, windows=windows, window_meaning=meaning)
+        )
+        chunk = load(buffer, np.int32(unit.start), np.int32(unit.count))
+        program = stage_program(self.model, stage)
+        layers = np.asarray([stage.feed_forward or 0, stage.first, stage.count, stage.last or 0], np.int32)
+        run = self._programs.with_model(("stage", program), partial(run_stage, program), donate=(1,))
+        x, self.pools, rows.queries = run(
+            self.pools, chunk, rows.page_tables, np.int32(request.slot + 1), rows.queries, layers
+        )
+        if unit.ends_prefill:
+            return self._join(request, rows, x, unit.count - 1)
+        buffer = replace(buffer, x=self._programs.get(("store",), store_chunk, donate=(0,))(buffer.x, x, chunk))
+        if stage.rows == "all":
+            rows.all_rows = buffer
+        else:
+            rows.kept_rows = buffer
+        if unit.ends_stage and stage.drops:
+            self._drop(request, rows, stage, buffer, unit.start + unit.count)
+        elif unit.ends_stage:
+            last = rows.outcomes[-1]
+            assert rows.all_rows is not None
+            x = self._programs.get(("put_back",), put_back, donate=(0,))(rows.all_rows.x, buffer.x, last.indices)
+            rows.all_rows = replace(rows.all_rows, x=x, token_scores=last.token_scores)
+            rows.kept_rows = None
+        return None
+
+    def decode(self, planned: list[DecodeRow]) -> jax.Array:
+        """Dispatch one decode step of these requests; the tokens of all slots, not yet computed."""
+        commands = np.full(self.config.max_running, IDLE, np.int32)
+        draws = False
+        new_pages = None
+        for row in planned:
+            request = row.request
+            fed = request.dispatched - 2  # the token before the one that this step computes
+            # After a preemption its own tokens are fed again: the same ones, whatever rounding would make of them.
+            known = fed < len(request.generated)
+            commands[request.slot] = request.generated[fed] if known else GO_ON
+            draws = draws or request.sampling.temperature > 0
+            for layer, _, page in row.new_pages:
+                if new_pages is None:
+                    new_pages = np.full(self._no_new_pages.shape, self.config.pool_pages, np.int32)
+                new_pages[layer, request.slot] = page
+        step = self._programs.with_model(("decode", draws), partial(decode_step, draws), donate=(1, 2))
+        tokens, self.slots, self.pools = step(
+            self.pools, self.slots, commands, self._no_new_pages if new_pages is None else new_pages
+        )
+        return tokens
+
+    def report(self, request: Request) -> PrefillReport:
+        """What a finished prefill decided; waits for the device."""
+        rows = self._rows[request.id]
+        assert rows.logits is not None
+        kept = {}
+        margins = {}
+        for layer, outcome in zip(rows.drop_layers, rows.outcomes, strict=True):
+            kept[layer] = np.asarray(outcome.kept.positions)[: int(outcome.count)]
+            margins[layer] = float(outcome.cut_margin)
+        return PrefillReport(np.asarray(rows.logits), kept, margins)
+
+    def _begin(self, request: Request) -> _Rows:
+        """Put an admitted request's prompt on the device."""
+        drop_layers = resolve_drop_layers(request.config, self.model)
+        length = len(request.prompt)
+        tokens = np.zeros(_buffer_rows(length, self.config.page_size), np.int32)
+        tokens[:length] = request.prompt
+        buffer = self._programs.with_model(("start",), start_rows)(tokens, np.int32(length))
+        window = request.config.window_tokens if drop_layers else 0
+        rows = _Rows(
+            stages=prefill_stages(self.model, request.config, drop_layers),
+            drop_layers=drop_layers,
+            all_rows=buffer,
+            kept_rows=None,
+            queries=jnp.zeros((window, self.model.num_heads, self.model.head_dim), self._dtype),
+            tails=jnp.zeros((len(window_layers(self.model)), longest_window(self.model)), jnp.int32),
+            page_tables=self._page_tables(request),
+        )
+        self._rows[request.id] = rows
+        self._note_tails(request, rows, buffer)
+        return rows
+
+    def _drop(self, request: Request, rows: _Rows, stage: Stage, buffer: RowBuffer, length: int) -> None:
+        assert stage.last is not None
+        config = request.config
+        fixed = replace(config, top_p=0.5, score_memory=0.5 if config.score_memory else 0.0, drop_layers="auto")
+        drop = self._programs.get(("drop", fixed), partial(drop_rows, fixed, self.model))
+        place = attention_layers(self.model).index(stage.last)
+        outcome = drop(
+            self.pools,
+            rows.page_tables[place],
+            buffer,
+            rows.queries,
+            np.int32(length),
+            np.float32(config.top_p),
+            np.float32(config.score_memory if rows.outcomes else 0.0),
+        )
+        rows.outcomes.append(outcome)
+        rows.kept_rows = outcome.kept
+        if config.dropped_tokens == "discard":
+            rows.all_rows = None
+
+    def _join(self, request: Request, rows: _Rows, x: jax.Array, last_row: int) -> jax.Array:
+        assert request.pages is not None
+        joining = Joining(
+            page_tables=rows.page_tables,
+            kept=jnp.asarray(request.pages.lengths()),
+            prompt_length=jnp.asarray(len(request.prompt), jnp.int32),
+            tails=rows.tails,
+            window_counts_kept=jnp.asarray(request.config.sliding_window == "kept"),
+            numbers=SamplingNumbers.of(request.sampling),
+        )
+        kind = SamplingKind.of(request.sampling)
+        finish = self._programs.with_model(
+            ("finish", kind), partial(finish_prefill, self.model.layers[-1].kind, kind), donate=(1,)
+        )
+        self.slots, token, rows.logits = finish(self.slots, joining, np.int32(request.slot), x, np.int32(last_row))
+        rows.all_rows = rows.kept_rows = None
+        return token
+
+    def _note_tails(self, request: Request, rows: _Rows, buffer: RowBuffer) -> None:
+        """Positions at the end of the segment that has just been opened, for its windowed layers."""
+        if not rows.tails.size:
+            return
+        windowed = [attention_layers(self.model).index(layer) for layer in window_layers(self.model)]
+        number = len(request.segment_lengths) - 1
+        in_segment = np.isin(windowed, request.shape.segments[number])
+        if in_segment.any():
+            note = self._programs.get(("tails",), last_positions)
+            rows.tails = note(rows.tails, buffer, np.int32(request.segment_lengths[number]), in_segment)
+
+    def _page_tables(self, request: Request) -> jax.Array:
+        assert request.pages is not None
+        return jnp.asarray(request.pages.device_table(self.max_pages, self.config.pool_pages))
+
+
+def _chunk_sizes(largest: int) -> tuple[int, ...]:
+    """Sizes, rising, to which chunks of up to `largest` rows are padded."""
+    sizes = [max(1 << (largest - 1).bit_length(), SMALLEST_CHUNK)]
+    while sizes[-1] // CHUNK_STEP >= SMALLEST_CHUNK:
+        sizes.append(sizes[-1] // CHUNK_STEP)
+    return tuple(sizes[::-1])
+
+
+def _buffer_rows(length: int, page_size: int) -> int:
+    """Rows of the buffer of a prompt: a power of two, whole pages."""
+    return max(1 << (length - 1).bit_length(), page_size, SMALLEST_CHUNK)

@@ -1,0 +1,136 @@
+"""Requests: what was asked, how far it has come, and what it reports."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int32
+
+from uniprefill_jax.cache.tables import RequestPages
+from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
+
+
+class RequestState(Enum):
+    """Where a request is. A preempted one waits again; finished and cancelled ones hold nothing."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """What the scheduler needs to know of a stage: its rows, and whether it ends in a drop."""
+
+    rows: Literal["all", "kept"]
+    drops: bool
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """What the scheduler needs to know of a request's prefill.
+
+    Attributes:
+        stages: its stages in order.
+        segments: for every segment, its attention layers.
+        carries: whether every drop starts from all tokens again.
+    """
+
+    stages: tuple[StageRows, ...]
+    segments: tuple[tuple[int, ...], ...]
+    carries: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """One request, from submission to its end.
+
+    Attributes:
+        id: number that `submit` gave out.
+        prompt: token ids.
+        config, sampling: as submitted.
+        shape: its prefill, for the scheduler.
+        limit: most tokens it can generate.
+        rank: (priority, order of arrival); lower goes first.
+        state: see `RequestState`.
+        slot: row of the decode batch while admitted.
+        pages: pages while admitted.
+        reserved: pages promised for segments not yet open.
+        stage, row, rows: the stage in hand, its next row, and how many it has.
+        awaits_drop: whether a drop was dispatched whose outcome the host has not read.
+        segment_lengths: tokens of every segment so far; the first is the prompt's length.
+        generated: tokens known to the host; after a preemption they are fed again, not drawn again.
+        dispatched: tokens whose computation was started since admission.
+        finish_reason: "stop", "length" or "cancelled" once it has ended.
+        preemptions: how often it was preempted.
+    """
+
+    id: int
+    prompt: Int32[np.ndarray, " prompt"]
+    config: UniPrefillConfig
+    sampling: SamplingConfig
+    shape: PrefillShape
+    limit: int
+    rank: tuple[int, int]
+    state: RequestState = RequestState.WAITING
+    slot: int = -1
+    pages: RequestPages | None = None
+    reserved: int = 0
+    stage: int = 0
+    row: int = 0
+    rows: int = 0
+    awaits_drop: bool = False
+    segment_lengths: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    dispatched: int = 0
+    finish_reason: str = ""
+    preemptions: int = 0
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it holds a slot and pages."""
+        return self.state in (RequestState.PREFILLING, RequestState.RUNNING)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will come of it any more."""
+        return self.state in (RequestState.FINISHED, RequestState.CANCELLED)
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """What a finished prefill decided; kept for requests submitted with `report=True`.
+
+    Attributes:
+        logits: float32 [vocab], of the last prompt token.
+        kept_positions: for every drop layer, the original positions that stayed, rising.
+        cut_margin: for every drop layer, the smallest distance of a cumulative mass to top_p.
+    """
+
+    logits: Float[np.ndarray, " vocab"]
+    kept_positions: dict[int, Int32[np.ndarray, " kept"]]
+    cut_margin: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that became known in a step.
+
+    Attributes:
+        request_id: whose.
+        kind: "token" (one more), "finished" (its last word), or "preempted" (it waits again; nothing is lost).
+        token: the token, of a "token" event.
+        text: text that became certain with it, of a "token" event; empty where there is no tokenizer.
+        finish_reason: "stop" or "length", of a "finished" event.
+        kept_fraction: of a "finished" event, prompt tokens in the attention caches over those of a dense prefill.
+    """
+
+    request_id: int
+    kind: Literal["token", "finished", "preempted"]
+    token: int = -1
+    text: str = ""
+    finish_reason: str = ""
+    kept_fraction: float = 1.0

@@ -1,0 +1,96 @@
+"""A request's prefill as stages: what runs between two drops, in an order in which each may run chunk by chunk.
+
+A stage is (feed-forward of the last drop layer), whole layers, (mixer of the next drop layer or of the last layer). Its
+chunks run one after the other, and only then may the next stage begin: a drop looks at all tokens of its layer.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.models.config import ModelConfig
+from uniprefill_jax.models.layer_loop import Grouping, LayerRun, group_layers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        rows: "all" tokens of the prompt, or those that were "kept" by the drop before.
+        feed_forward: layer whose feed-forward begins it.
+        first: first whole layer.
+        count: whole layers.
+        last: layer whose mixer ends it. None: the kept rows go back among all rows, where the next stage goes on.
+        drops: whether tokens are dropped after it.
+    """
+
+    rows: Literal["all", "kept"]
+    feed_forward: int | None
+    first: int
+    count: int
+    last: int | None
+    drops: bool
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """The static side of a stage: stages that agree in it run one compiled program.
+
+    Attributes:
+        feed_forward: kind of the layer whose feed-forward begins it.
+        run: kind of the whole layers where all are of one kind, whose number is then traced.
+        middle: the whole layers otherwise.
+        last: kind of the layer whose mixer ends it.
+    """
+
+    feed_forward: str | None
+    run: str | None
+    middle: Grouping
+    last: str | None
+
+
+def prefill_stages(model: ModelConfig, config: UniPrefillConfig, drop_layers: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The stages of a prefill that drops at these layers (rising, none of them the last layer)."""
+    ends = (*drop_layers, model.num_layers - 1)
+    stages = [Stage("all", None, 0, ends[0], ends[0], bool(drop_layers))]
+    for number, (drop, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        drops = number + 2 < len(ends)
+        if config.dropped_tokens == "carry" and drops:
+            # The next drop layer's mixer sees all tokens again.
+            stages.append(Stage("kept", drop, drop + 1, end - drop - 1, None, False))
+            stages.append(Stage("all", None, end, 0, end, True))
+        else:
+            stages.append(Stage("kept", drop, drop + 1, end - drop - 1, end, drops))
+    return tuple(stages)
+
+
+def segment_layers(
+    model: ModelConfig, config: UniPrefillConfig, drop_layers: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """For every segment, its attention layers, numbered among the model's attention layers.
+
+    Segment 0 holds all tokens, segment k what the k-th drop kept. In carry mode every drop layer is of segment 0.
+    """
+    segments: list[list[int]] = [[] for _ in range(len(drop_layers) + 1)]
+    number = 0
+    for layer, spec in enumerate(model.layers):
+        if spec.mixer == "linear":
+            continue
+        carried = config.dropped_tokens == "carry" and layer in drop_layers
+        segments[0 if carried else sum(drop < layer for drop in drop_layers)].append(number)
+        number += 1
+    return tuple(map(tuple, segments))
+
+
+def stage_program(model: ModelConfig, stage: Stage) -> StageProgram:
+    """The program that runs a stage."""
+    kinds = [layer.kind for layer in model.layers]
+    feed_forward = None if stage.feed_forward is None else kinds[stage.feed_forward]
+    last = None if stage.last is None else kinds[stage.last]
+    middle = group_layers(kinds[stage.first : stage.first + stage.count])
+    if not middle:
+        return StageProgram(feed_forward, last or feed_forward, (), last)
+    if len(middle) == 1 and isinstance(middle[0], LayerRun):
+        return StageProgram(feed_forward, middle[0].kind, (), last)
+    return StageProgram(feed_forward, None, middle, last)
