@@ -75,7 +75,7 @@ def model(number: int) -> up.LLM:
     """One of the pool, every parameter random, norms included (drawn by numpy: nothing to compile)."""
     random = np.random.default_rng(number)
 
-    def parameters(causal_lm: CausalLM) -> dict[str, jax.Array]:
+    def parameters(causal_lm: CausalLM, _: object) -> dict[str, jax.Array]:
         specs = parameter_specs(causal_lm)
         return {path: jnp.asarray(random.normal(0, 0.3, spec.full_shape), jnp.float32) for path, spec in specs.items()}
 
