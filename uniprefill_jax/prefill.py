@@ -28,6 +28,7 @@ from uniprefill_jax.models.layer_loop import Grouping, LayerRun, group_layers, i
 from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, request_bucket
 from uniprefill_jax.sparsify.cost import prefill_flops
 from uniprefill_jax.sparsify.drop import Drop, DropInputs, choose_tokens, compact
+from uniprefill_jax.sparsify.drop_layers import segments_of_layers
 
 # Larger chunks multiply faster; smaller ones waste fewer rows at the end of every segment, of which dense has one.
 CPU_ROW_CHUNK = 256
@@ -104,15 +105,8 @@ class PrefillPlan:
 
     @property
     def segment_of_layer(self) -> tuple[int, ...]:
-        """Which segment's rows enter each layer: 0 before and at the first drop layer, then one more per drop.
-
-        In `carry` mode every drop layer sees all rows, segment 0, again.
-        """
-        segments = []
-        for layer in range(self.model.num_layers):
-            carried = self.config.dropped_tokens == "carry" and layer in self.drop_layers
-            segments.append(0 if carried else sum(drop < layer for drop in self.drop_layers))
-        return tuple(segments)
+        """Which segment's rows enter each layer; see `segments_of_layers`."""
+        return segments_of_layers(self.model, self.config, self.drop_layers)
 
     def flops(self, positions: Sequence[np.ndarray]) -> float:
         """Operations of one request by the cost model, from the original positions of its tokens in every segment."""
@@ -425,12 +419,9 @@ class _Prefill:
             layers = config.layers_of_kind(kind)
             linear = config.gated_delta_net
             if config.layers[layers[0]].mixer == "linear" and linear is not None:
-                channels = (
-                    2 * linear.num_key_heads * linear.key_head_dim + linear.num_value_heads * linear.value_head_dim
-                )
                 state = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim)
                 caches[kind] = RecurrentCache(
-                    jnp.zeros((len(layers), plan.num_requests, linear.conv_width - 1, channels), dtype),
+                    jnp.zeros((len(layers), plan.num_requests, linear.conv_width - 1, linear.conv_channels), dtype),
                     jnp.zeros((len(layers), plan.num_requests, *state), jnp.float32),
                 )
             else:

@@ -43,8 +43,7 @@ def make_pools(
     count, linear = len(linear_layers(config)), config.gated_delta_net
     conv, recurrent = (0, 0), (0, 0, 0)
     if linear is not None:
-        channels = 2 * linear.num_key_heads * linear.key_head_dim + linear.num_value_heads * linear.value_head_dim
-        conv = (linear.conv_width - 1, channels)
+        conv = (linear.conv_width - 1, linear.conv_channels)
         recurrent = (linear.num_value_heads, linear.key_head_dim, linear.value_head_dim)
     states = CachePools(
         keys=jnp.full(pages, fill, dtype),

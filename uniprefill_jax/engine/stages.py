@@ -7,9 +7,11 @@ chunks run one after the other, and only then may the next stage begin: a drop l
 from dataclasses import dataclass
 from typing import Literal
 
+from uniprefill_jax.cache.pools import attention_layers
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.models.config import ModelConfig
 from uniprefill_jax.models.layer_loop import Grouping, LayerRun, group_layers
+from uniprefill_jax.sparsify.drop_layers import segments_of_layers
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,9 @@ def segment_layers(
     Segment 0 holds all tokens, segment k what the k-th drop kept. In carry mode every drop layer is of segment 0.
     """
     segments: list[list[int]] = [[] for _ in range(len(drop_layers) + 1)]
-    number = 0
-    for layer, spec in enumerate(model.layers):
-        if spec.mixer == "linear":
-            continue
-        carried = config.dropped_tokens == "carry" and layer in drop_layers
-        segments[0 if carried else sum(drop < layer for drop in drop_layers)].append(number)
-        number += 1
+    of_layer = segments_of_layers(model, config, drop_layers)
+    for number, layer in enumerate(attention_layers(model)):
+        segments[of_layer[layer]].append(number)
     return tuple(map(tuple, segments))
 
 

@@ -66,6 +66,11 @@ class GatedDeltaNetConfig:
     value_head_dim: int
     conv_width: int
 
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
 
 @dataclass(frozen=True)
 class MixtureConfig:

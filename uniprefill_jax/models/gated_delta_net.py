@@ -38,9 +38,7 @@ class GatedDeltaNet(nnx.Module):
         if shape is None:
             raise AssertionError("a linear-attention layer needs config.gated_delta_net")
         ratio = shape.num_value_heads // shape.num_key_heads
-        key_dim = shape.num_key_heads * shape.key_head_dim
-        value_dim = shape.num_value_heads * shape.value_head_dim
-        channels = 2 * key_dim + value_dim
+        channels = shape.conv_channels
         embed = ((config.hidden_size, "embed"),)
         groups = (shape.num_key_heads, "key_heads")
         group_width = 2 * shape.key_head_dim + 2 * ratio * shape.value_head_dim

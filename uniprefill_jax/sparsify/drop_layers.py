@@ -40,3 +40,15 @@ def auto_drop_layers(model: ModelConfig) -> tuple[int, ...]:
         chosen = tuple(layer for layer in full if layer >= start + (5 if start else 0))
         return chosen or full[-1:]
     return full[1:] or full
+
+
+def segments_of_layers(model: ModelConfig, config: UniPrefillConfig, drop_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Which segment's rows enter each layer: 0 before and at the first drop layer, then one more per drop.
+
+    In `carry` mode every drop layer sees all rows, segment 0, again.
+    """
+    segments = []
+    for layer in range(model.num_layers):
+        carried = config.dropped_tokens == "carry" and layer in drop_layers
+        segments.append(0 if carried else sum(drop < layer for drop in drop_layers))
+    return tuple(segments)
