@@ -228,7 +228,12 @@ class LLM:
     def _prefill(self, programs: Programs, prompts: list[list[int]], config: UniPrefillConfig) -> _PrefilledBatch:
         lengths = [len(prompt) for prompt in prompts]
         plan = PrefillPlan.for_batch(
-            self.config, config, resolve_drop_layers(config, self.config), lengths, DTYPES[self.dtype]
+            self.config,
+            config,
+            resolve_drop_layers(config, self.config),
+            lengths,
+            DTYPES[self.dtype],
+            on_mesh=self.mesh is not None,
         )
         tokens = np.zeros(plan.num_rows, np.int32)
         tokens[: sum(lengths)] = np.concatenate([np.asarray(prompt, np.int32) for prompt in prompts])

@@ -18,6 +18,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.causal_attention import choose_backend as attention_backend
+from pallas_kernels.grouped_matmul import choose_backend as product_backend
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.models.attention import AttentionCache
 from uniprefill_jax.models.batch import Execution, PackedRows, PackingRules, last_rows, pack_rows, request_of_row
@@ -35,6 +37,7 @@ CPU_ROW_CHUNK = 256
 CPU_DENSE_ROW_CHUNK = 512
 
 LengthsBy = Literal["auto", "loops", "ladder", "kernels"]
+_Closing = Literal["mixer", "nothing", "last_rows"]  # what follows the whole layers of a segment
 LayerCaches = dict[str, AttentionCache | RecurrentCache]
 
 
@@ -73,17 +76,19 @@ class PrefillPlan:
         lengths: Sequence[int],
         dtype: jnp.dtype,
         lengths_by: LengthsBy = "auto",
+        on_mesh: bool = False,
     ) -> "PrefillPlan":
-        """The plan of a batch of prompts of these lengths on the default device.
+        """The plan of a batch of prompts of these lengths on the default kind of device.
 
-        `lengths_by` says how the work follows the number of rows that drops leave: "loops" of chunks (CPU), a "ladder"
-        of static lengths, or "kernels" that leave out padding rows (Hopper GPUs, 16-bit floats). "auto" is loops on
-        CPUs and the ladder elsewhere.
+        `lengths_by` says how the work follows the number of rows that drops leave: "loops" of chunks, a "ladder" of
+        static lengths, or "kernels" that leave out padding rows. "auto" is loops on CPUs, kernels for bfloat16 on one
+        Hopper GPU where they take the model's shape, and the ladder elsewhere (`on_mesh`: also there).
         """
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
-        on_cpu = jax.default_backend() == "cpu"
         if lengths_by == "auto":
-            lengths_by = "loops" if on_cpu else "ladder"
+            on_cpu = jax.default_backend() == "cpu"
+            on_kernels = not on_mesh and _kernels_take(model, dtype)
+            lengths_by = "loops" if on_cpu else "kernels" if on_kernels else "ladder"
         cudnn = jax.default_backend() == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and num_requests == 1
         plain = Execution("cudnn" if cudnn else "xla", "xla", skip_padding=False)
         return cls(
@@ -124,6 +129,17 @@ class PrefillPlan:
     def dense_flops(self, positions: np.ndarray) -> float:
         """Operations of one request if no token is dropped."""
         return replace(self, drop_layers=()).flops([positions])
+
+
+def _kernels_take(model: ModelConfig, dtype: jnp.dtype) -> bool:
+    """Whether attention and every large product of the model run on the Hopper kernels here."""
+    width = model.num_heads * model.head_dim
+    products = [(model.hidden_size, width), (width, model.hidden_size)]
+    if any(layer.feed_forward == "dense" for layer in model.layers):
+        products += [(model.hidden_size, model.intermediate_size), (model.intermediate_size, model.hidden_size)]
+    attention = attention_backend(head_dim=model.head_dim, dtype=str(jnp.dtype(dtype)))
+    chosen = [product_backend(inner=inner, columns=columns, dtype=str(jnp.dtype(dtype))) for inner, columns in products]
+    return {attention, *chosen} == {"mosaic_gpu"}
 
 
 @struct.dataclass
@@ -228,18 +244,18 @@ class _Prefill:
         ends = (*plan.drop_layers, self.config.num_layers - 1)
         grouping = group_layers(self.kinds[: ends[0]])
         x, caches = loop_layers(grouping, 0, self._whole_layer(packed), (x, self._empty_caches(x.dtype)))
-        x, caches, queries = self._mix(self.kinds[ends[0]], ends[0], x, packed, caches)
         segments = SegmentRows(positions[None], cu_seqlens[None])
         report = None
-        if plan.drop_layers:
+        if not plan.drop_layers:
+            last, caches = self._mix_last(x, packed, caches)
+        else:
+            x, caches, queries = self._mix(self.kinds[ends[0]], ends[0], x, packed, caches)
             state = _SegmentState(
                 x, positions, cu_seqlens, jnp.zeros(plan.num_rows, jnp.float32), caches, self._window(queries, packed)
             )
             state, rest, report = self._after_drops(state, packed, top_p, score_memory)
-            x, caches, cu_seqlens = state.x, state.caches, state.cu_seqlens
+            last, caches = state.x, state.caches
             segments = jax.tree.map(lambda first, later: jnp.concatenate([first, later]), segments, rest)
-        # Only the last token of a request needs the last feed-forward and the head.
-        last = x[last_rows(cu_seqlens, 1)[:, 0]]
         last = self._layer(self.kinds[-1], self.config.num_layers - 1).transform(last)
         return PrefillOutput(self.model.logits(last), caches, segments, report)
 
@@ -250,20 +266,20 @@ class _Prefill:
         drops = self.plan.drop_layers
         ends = (*drops[1:], self.config.num_layers - 1)
         numbered = [(number, _Segment(drop, last)) for number, (drop, last) in enumerate(zip(drops, ends, strict=True))]
-        closing = self.plan.config.dropped_tokens == "carry"
+        carrying = self.plan.config.dropped_tokens == "carry"
 
         def shape(item: tuple[int, _Segment]) -> tuple[object, ...]:
             number, segment = item
             span = None if self._loops_are_free else segment.last - segment.drop
-            # In carry mode a later drop layer's mixer runs on all rows, the last layer's on kept rows only.
-            return (*segment.shape(self.config), span, closing and number + 1 < len(drops))
+            return (*segment.shape(self.config), span, number + 1 < len(drops))
 
         outputs = []
         for _, group in groupby(numbered, key=shape):
             members = list(group)
             numbers = [number for number, _ in members]
             example = members[0][1]
-            full_rows = full if closing and numbers[-1] + 1 < len(drops) else None
+            # In carry mode a later drop layer's mixer runs on all rows, the last layer's on kept rows only.
+            full_rows = full if carrying and numbers[-1] + 1 < len(drops) else None
             step = partial(self._drop_and_run, example, full_rows, top_p, score_memory)
             bounds = jnp.asarray([[s.drop, s.last, int(n > 0)] for n, s in members], jnp.int32)
             if len(members) == 1:
@@ -305,7 +321,8 @@ class _Prefill:
         x, positions, token_scores = compact((state.x, state.positions, drop.token_scores), drop)
         segment = SegmentRows(positions, drop.cu_seqlens)
         rung = jnp.searchsorted(jnp.asarray(plan.ladder, jnp.int32), drop.cu_seqlens[-1], method="compare_all")
-        branches = [partial(self._run_segment, example, length, full_rows is None) for length in plan.ladder]
+        closing: _Closing = "last_rows" if self._is_final(example) else "nothing" if full_rows is not None else "mixer"
+        branches = [partial(self._run_segment, example, length, closing) for length in plan.ladder]
         # Whatever can be worked out before the switch is: after it a GPU's host has to catch up, launch by launch.
         packed = pack_rows(positions, drop.cu_seqlens, self.rules)
         operands = (x, packed, state.caches, state.queries, drop_layer, last_layer)
@@ -323,17 +340,17 @@ class _Prefill:
         self,
         example: _Segment,
         length: int,
-        closes: bool,
+        closing: _Closing,
         x: Float[Array, "T D"],
         packed: PackedRows,
         caches: LayerCaches,
         queries: Float[Array, "B n H d"],
         drop_layer: Int32[Array, ""],
         last_layer: Int32[Array, ""],
-    ) -> tuple[Float[Array, "T D"], LayerCaches, Float[Array, "B n H d"]]:
-        """The layers of one segment at one rung of the ladder; `closes` with the mixer of its last layer."""
+    ) -> tuple[Float[Array, "T D"] | Float[Array, "B D"], LayerCaches, Float[Array, "B n H d"]]:
+        """The layers of one segment at one rung of the ladder, and at its end what `closing` says."""
         packed, kept = packed.first(length), x[:length]
-        if closes and example.is_uniform(self.config):
+        if closing == "mixer" and example.is_uniform(self.config):
 
             def feed_forward_then_mix(kind: str, layer: Array | int, carry: tuple[Array, LayerCaches, Array]):
                 x, caches, _ = carry
@@ -355,10 +372,17 @@ class _Prefill:
                 kept, caches = loop_run(kind, drop_layer + 1, count, body, (kept, caches))
             else:
                 kept, caches = loop_layers(middle, drop_layer + 1, body, (kept, caches))
-            if closes:
+            if closing == "last_rows":
+                last, caches = self._mix_last(kept, packed, caches)
+                return last, caches, queries
+            if closing == "mixer":
                 kept, caches, scoring = self._mix(self.kinds[example.last], last_layer, kept, packed, caches)
                 queries = self._window(scoring, packed)
         return jnp.pad(kept, ((0, x.shape[0] - length), (0, 0))), caches, queries
+
+    def _is_final(self, segment: _Segment) -> bool:
+        """Whether the segment ends with the model's last layer, of which only each request's last row is needed."""
+        return segment.last == self.config.num_layers - 1
 
     @property
     def _loops_are_free(self) -> bool:
@@ -385,16 +409,29 @@ class _Prefill:
         packed: PackedRows,
         caches: LayerCaches,
     ) -> tuple[Float[Array, "rows D"], LayerCaches, Float[Array, "rows H d"] | None]:
-        """A layer's mixer; its cache is written into the stack of its kind, in place."""
+        """A layer's mixer; its cache is written."""
         x, cache, queries = self._layer(kind, layer).mix(x, packed)
+        return x, self._keep(kind, layer, cache, caches), queries
+
+    def _mix_last(
+        self, x: Float[Array, "rows D"], packed: PackedRows, caches: LayerCaches
+    ) -> tuple[Float[Array, "B D"], LayerCaches]:
+        """The last layer's mixer, for each request's last row; only that needs the last feed-forward and the head."""
+        kind, layer = self.kinds[-1], self.config.num_layers - 1
+        last, cache = self._layer(kind, layer).mix_last(x, packed)
+        return last, self._keep(kind, layer, cache, caches)
+
+    def _keep(
+        self, kind: str, layer: Int32[Array, ""] | int, cache: AttentionCache | RecurrentCache, caches: LayerCaches
+    ) -> LayerCaches:
+        """A layer's cache, written into the stack of its kind in place."""
         at = self.table[layer]
 
         def write(stack: Array, new: Array) -> Array:
             return jax.lax.dynamic_update_slice(stack, new[None].astype(stack.dtype), (at,) + (0,) * new.ndim)
 
         with jax.named_scope("cache_write"):
-            updated = {**caches, kind: jax.tree.map(write, caches[kind], cache)}
-        return x, updated, queries
+            return {**caches, kind: jax.tree.map(write, caches[kind], cache)}
 
     def _transform(self, kind: str, layer: Array | int, x: Float[Array, "rows D"], packed: PackedRows) -> Array:
         """A layer's feed-forward."""
@@ -405,12 +442,9 @@ class _Prefill:
         return self.model.layer(kind, self.table[layer])
 
     def _window(self, queries: Float[Array, "rows H d"] | None, packed: PackedRows) -> Float[Array, "B n H d"]:
-        """Each request's last queries; empty for a last layer without attention, where nothing is scored."""
-        window = self.plan.config.window_tokens
-        if queries is None:
-            shape = (self.plan.num_requests, window, self.config.num_heads, self.config.head_dim)
-            return jnp.zeros(shape, self.model.embedding[...].dtype)
-        return queries[last_rows(packed.cu_seqlens, window)]
+        """Each request's last queries; a drop layer's mixer is attention, so there are some."""
+        assert queries is not None
+        return queries[last_rows(packed.cu_seqlens, self.plan.config.window_tokens)]
 
     def _empty_caches(self, dtype: jnp.dtype) -> LayerCaches:
         config, plan = self.config, self.plan

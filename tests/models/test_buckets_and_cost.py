@@ -66,10 +66,10 @@ def test_llama_cost_by_hand():
     )
     positions = np.arange(3)
     flops = prefill_flops(model, [positions] * 2, [3, 1], window_meaning="position", scoring=[(2, 3)])
-    projections = 2 * 8 * (8 + 4 + 4 + 8) * 3
-    attention = 4 * 8 * 6
+    first = 2 * 8 * (8 + 4 + 4 + 8) * 3 + 4 * 8 * 6
+    last = 2 * 8 * (4 + 4) * 3 + 2 * 8 * (8 + 8) + 4 * 8 * 3  # keys and values of all, the rest of one token
     feed_forward = 2 * 3 * 8 * 16
-    assert flops == 2 * (projections + attention) + feed_forward * 4 + 2 * 8 * 100 + 2 * 2 * 3 * 8
+    assert flops == first + last + feed_forward * 4 + 2 * 8 * 100 + 2 * 2 * 3 * 8
 
 
 def model(model_type: str, layers: int):

@@ -17,8 +17,8 @@ def test_the_ladder_equals_the_plain_model(small_folder, plain_model, monkeypatc
     name, mode = "llama-scaled", 0
     for_batch = PrefillPlan.for_batch
 
-    def on_accelerator(*arguments):
-        plan = for_batch(*arguments)
+    def on_accelerator(*arguments, **named):
+        plan = for_batch(*arguments, **named)
         return replace(plan, ladder=length_ladder(plan.num_rows), row_chunk=None)
 
     monkeypatch.setattr(PrefillPlan, "for_batch", on_accelerator)

@@ -4,6 +4,7 @@ import sys
 
 import typer
 
+from uniprefill_jax.cli.bench import bench
 from uniprefill_jax.cli.convert import convert
 from uniprefill_jax.cli.demo import demo
 from uniprefill_jax.cli.generate import generate
@@ -20,6 +21,7 @@ app = typer.Typer(
 COMMANDS = {command.__name__: command for command in (demo, generate, convert, info)}
 for _command in COMMANDS.values():
     app.command()(_command)
+app.add_typer(bench, name="bench")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -70,6 +70,18 @@ def parse_drop_layers(text: str) -> Literal["auto"] | tuple[int, ...]:
         raise InputError(message) from None
 
 
+def numbers[Number: (int, float)](option: str, text: str, kind: type[Number]) -> list[Number]:
+    """The numbers that a user wrote, separated by commas.
+
+    Raises:
+        InputError: something else is among them.
+    """
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{option} is {text!r}; use numbers separated by commas") from None
+
+
 def resolve_dtype(choice: DataType) -> Literal["float32", "bfloat16"]:
     """The data type to load in: the one named, or what suits the default backend."""
     if choice != "auto":

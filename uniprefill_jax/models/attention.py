@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.causal_attention import causal_attention as causal_attention_kernel
-from uniprefill_jax.models.batch import PackedRows
-from uniprefill_jax.models.causal_attention import causal_attention, full_causal_attention
+from uniprefill_jax.models.batch import PackedRows, last_rows
+from uniprefill_jax.models.causal_attention import attention_of_rows, causal_attention, full_causal_attention
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.norms import RMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, constant
@@ -108,6 +108,30 @@ class Attention(nnx.Module):
             output = self._attend(queries, keys, values, rows)
         return rows.map_rows(finish, x, output, gate), AttentionCache(keys, values), queries
 
+    def last(
+        self, x: Float[Array, "T D"], rows: PackedRows, before: RowFunction, after: Callable[[Array, Array], Array]
+    ) -> tuple[Float[Array, "B D"], AttentionCache]:
+        """What `__call__` gives for every request's last row alone; keys and values are cached for all rows."""
+
+        def cached(x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array]:
+            return self._keys_values(before(x), rope, rows.kernel_count)
+
+        rope = rows.rope(self.rope)
+        keys, values = rows.map_rows(cached, x, rope)
+        last = last_rows(rows.cu_seqlens, 1)[:, 0]
+        queries, gate = self._queries(before(x[last]), jax.tree.map(lambda table: table[last], rope))
+        with jax.named_scope(f"attention_{self.layer.mixer}"):
+            output = over_heads(
+                partial(attention_of_rows, scale=self.scale),
+                queries,
+                (keys, values),
+                last,
+                rows.row_start(self.layer.window)[last],
+                head_axis=1,
+                out_specs=PartitionSpec(None, TENSOR),
+            )
+        return after(x[last], self._output(output, gate)), AttentionCache(keys, values)
+
     def step(self, x: Float[Array, "B D"], view: AttentionStep) -> tuple[Float[Array, "B D"], AttentionCache]:
         """One token of every request; also the generated part of the cache with this token written."""
         queries, keys, values, gate = self._project(x, view.rope)
@@ -146,17 +170,39 @@ class Attention(nnx.Module):
         rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
         count: Int32[Array, ""] | None = None,
     ) -> tuple[Array, Array, Array, Array | None]:
+        queries, gate = self._queries(x, rope, count)
+        return queries, *self._keys_values(x, rope, count), gate
+
+    def _queries(
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        count: Int32[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "T H d"], Float[Array, "T H d"] | None]:
+        """Queries, and the output's gate where there is one."""
         with jax.named_scope("qkv"):
-            queries = project(x, self.q_proj, self.q_bias, count)
-            keys = project(x, self.k_proj, self.k_bias, count)
-            values = project(x, self.v_proj, self.v_bias, count)
-            gate = None
+            queries, gate = project(x, self.q_proj, self.q_bias, count), None
             if self.gated:
                 queries, gate = jnp.split(queries, 2, axis=-1)
-            if self.q_norm is not None and self.k_norm is not None:
-                queries, keys = self.q_norm(queries), self.k_norm(keys)
+            if self.q_norm is not None:
+                queries = self.q_norm(queries)
         with jax.named_scope("rope"):
-            return apply_rope(queries, rope), apply_rope(keys, rope), values, gate
+            return apply_rope(queries, rope), gate
+
+    def _keys_values(
+        self,
+        x: Float[Array, "T D"],
+        rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
+        count: Int32[Array, ""] | None = None,
+    ) -> tuple[Float[Array, "T KV d"], Float[Array, "T KV d"]]:
+        """Keys and values, as they are cached."""
+        with jax.named_scope("qkv"):
+            keys = project(x, self.k_proj, self.k_bias, count)
+            values = project(x, self.v_proj, self.v_bias, count)
+            if self.k_norm is not None:
+                keys = self.k_norm(keys)
+        with jax.named_scope("rope"):
+            return apply_rope(keys, rope), values
 
     def _attend(
         self,

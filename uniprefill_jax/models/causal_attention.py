@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 QUERY_TILE = 256
 KEY_TILE = 256
+MOST_SCORES = 2**25  # float32 numbers, 128 MiB, that `attention_of_rows` holds for several rows at a time
 _NEGATIVE = -1e30
 
 AttentionBackend = Literal["xla", "cudnn", "kernel"]
@@ -103,6 +104,35 @@ def causal_attention(
     outputs = jax.lax.fori_loop(0, used_tiles, query_block, jnp.zeros(tiles.shape, queries.dtype))
     outputs = outputs.reshape(query_tiles, num_kv_heads, group, query_tile, head_dim).transpose(0, 3, 1, 2, 4)
     return outputs.reshape(query_tiles * query_tile, num_heads, head_dim)[:num_rows]
+
+
+def attention_of_rows(
+    queries: Float[Array, "B H d"],
+    keys: Float[Array, "T KV d"],
+    values: Float[Array, "T KV d"],
+    rows: Int32[Array, " B"],
+    row_start: Int32[Array, " B"],
+    *,
+    scale: float,
+) -> Float[Array, "B H d"]:
+    """Attention of a few rows alone: query b is row `rows[b]` of the keys and sees rows [row_start[b], rows[b]].
+
+    Scores and softmax are float32; the result has the type of `queries`.
+    """
+    num_rows, num_kv_heads, head_dim = keys.shape
+    columns = jnp.arange(num_rows, dtype=jnp.int32)
+
+    def attend(query: Float[Array, "few H d"], row: Int32[Array, " few"], start: Int32[Array, " few"]) -> Array:
+        grouped = query.reshape(query.shape[0], num_kv_heads, -1, head_dim)
+        scores = jnp.einsum("bkgd,tkd->bkgt", grouped, keys, preferred_element_type=jnp.float32) * scale
+        visible = (columns[None, :] >= start[:, None]) & (columns[None, :] <= row[:, None])
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None, :], scores, _NEGATIVE), axis=-1)
+        output = jnp.einsum("bkgt,tkd->bkgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return output.reshape(query.shape).astype(query.dtype)
+
+    if queries.shape[0] * queries.shape[1] * num_rows <= MOST_SCORES:
+        return attend(queries, rows, row_start)
+    return jax.lax.map(lambda one: attend(*(part[None] for part in one))[0], (queries, rows, row_start))
 
 
 def _round_up(value: int, multiple: int) -> int:

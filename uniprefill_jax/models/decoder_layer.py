@@ -42,6 +42,12 @@ class DecoderLayer(nnx.Module):
         """The mixer sub-layer of packed rows: new hidden states, the layer's cache, queries where the mixer has any."""
         return self.mixer(x, rows, self.input_norm, self._add_mixed)
 
+    def mix_last(
+        self, x: Float[Array, "T D"], rows: PackedRows
+    ) -> tuple[Float[Array, "B D"], AttentionCache | RecurrentCache]:
+        """The mixer sub-layer for every request's last row alone, which is all that a model's last layer is for."""
+        return self.mixer.last(x, rows, self.input_norm, self._add_mixed)
+
     def mix_step(
         self, x: Float[Array, "B D"], view: AttentionStep | RecurrentCache
     ) -> tuple[Float[Array, "B D"], AttentionCache | RecurrentCache]:

@@ -64,6 +64,25 @@ class GatedDeltaNet(nnx.Module):
         self, x: Float[Array, "T D"], rows: PackedRows, before: RowFunction, after: Callable[[Array, Array], Array]
     ) -> tuple[Float[Array, "T D"], RecurrentCache, None]:
         """after(x, mixer(before(x))) of packed rows, every request from an empty state; also what is left behind."""
+        output, gate, cache = self._recur(x, rows, before)
+
+        def finish(x: Array, output: Array, gate: Array) -> Array:
+            return after(x, self._output(output.astype(x.dtype), gate, rows.kernel_count))
+
+        return rows.map_rows(finish, x, output, gate), cache, None
+
+    def last(
+        self, x: Float[Array, "T D"], rows: PackedRows, before: RowFunction, after: Callable[[Array, Array], Array]
+    ) -> tuple[Float[Array, "B D"], RecurrentCache]:
+        """What `__call__` gives for every request's last row alone."""
+        output, gate, cache = self._recur(x, rows, before)
+        last = last_rows(rows.cu_seqlens, 1)[:, 0]
+        return after(x[last], self._output(output[last].astype(x.dtype), gate[last])), cache
+
+    def _recur(
+        self, x: Float[Array, "T D"], rows: PackedRows, before: RowFunction
+    ) -> tuple[Float[Array, "T Hv dv"], Float[Array, "T Hv dv"], RecurrentCache]:
+        """The rule's outputs, their gates, and what is left behind."""
         mixed, gate, log_decay, strength = rows.map_rows(lambda x: self._project(before(x), rows.kernel_count), x)
         with jax.named_scope("causal_conv"):
             convolved = causal_conv(mixed, self._taps(), rows.row_start(None))
@@ -74,11 +93,7 @@ class GatedDeltaNet(nnx.Module):
         with jax.named_scope("gated_delta_rule"):
             queries, keys, values = self._split(jax.nn.silu(convolved))
             output, state = _rule(queries, keys, values, log_decay, strength, rows.cu_seqlens, None)
-
-        def finish(x: Array, output: Array, gate: Array) -> Array:
-            return after(x, self._output(output.astype(x.dtype), gate, rows.kernel_count))
-
-        return rows.map_rows(finish, x, output, gate), RecurrentCache(conv_state, state), None
+        return output, gate, RecurrentCache(conv_state, state)
 
     def step(self, x: Float[Array, "B D"], cache: RecurrentCache) -> tuple[Float[Array, "B D"], RecurrentCache]:
         """One token of every request."""

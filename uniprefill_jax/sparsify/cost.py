@@ -1,7 +1,8 @@
 """The cost model (paper Eq. 11): floating-point operations of one request's prefill, dense and with tokens dropped.
 
 Counted: projections, attention pairs, feed-forward or experts, recurrence, scoring. Not counted: norms, rotary
-embedding, softmax, embedding look-up. The last feed-forward and the output head run for one token.
+embedding, softmax, embedding look-up. Of the last layer only keys, values and state are computed for all its tokens;
+the rest of it and the output head run for one.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,10 @@ def prefill_flops(
         scoring: (window rows, tokens scored) of every drop.
     """
     total = 2.0 * model.hidden_size * model.vocab_size
-    for layer, positions, rows in zip(model.layers, mixer_positions, feed_forward_rows, strict=True):
-        total += _mixer_flops(model, layer, positions, window_meaning) + rows * _feed_forward_flops(model, layer)
+    for number, layer in enumerate(model.layers):
+        is_last = number == model.num_layers - 1
+        total += _mixer_flops(model, layer, mixer_positions[number], window_meaning, is_last)
+        total += feed_forward_rows[number] * _feed_forward_flops(model, layer)
     for window, tokens in scoring:
         total += 2.0 * window * tokens * model.num_heads * model.head_dim
     return total
@@ -38,6 +41,11 @@ def prefill_flops(
 
 def attention_pairs(positions: np.ndarray, window: int | None, window_meaning: str) -> int:
     """How many (query, key) pairs a causal, possibly windowed, attention over these positions has."""
+    return int(_visible(positions, window, window_meaning).sum())
+
+
+def _visible(positions: np.ndarray, window: int | None, window_meaning: str) -> np.ndarray:
+    """How many tokens each token sees."""
     rows = np.arange(len(positions))
     if window is None:
         first = np.zeros_like(rows)
@@ -45,25 +53,30 @@ def attention_pairs(positions: np.ndarray, window: int | None, window_meaning: s
         first = np.searchsorted(positions, positions - window + 1)
     else:
         first = np.maximum(rows - window + 1, 0)
-    return int((rows - first + 1).sum())
+    return rows - first + 1
 
 
-def _mixer_flops(model: ModelConfig, layer: LayerSpec, positions: np.ndarray, window_meaning: str) -> float:
+def _mixer_flops(
+    model: ModelConfig, layer: LayerSpec, positions: np.ndarray, window_meaning: str, is_last: bool
+) -> float:
     rows, hidden = len(positions), model.hidden_size
+    outputs = 1 if is_last else rows
     if layer.mixer == "linear":
         shape = model.gated_delta_net
         assert shape is not None
         key_dim = shape.num_key_heads * shape.key_head_dim
         value_dim = shape.num_value_heads * shape.value_head_dim
-        projections = 2.0 * hidden * (2 * key_dim + 3 * value_dim + 2 * shape.num_value_heads)
+        inputs = 2.0 * hidden * (2 * key_dim + 2 * value_dim + 2 * shape.num_value_heads)
         conv = 2.0 * shape.conv_width * (2 * key_dim + value_dim)
         # Per value head and token: read the state with the key, add to it, read it with the query.
         recurrence = 6.0 * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim
-        return rows * (projections + conv + recurrence)
+        return rows * (inputs + conv + recurrence) + outputs * 2.0 * hidden * value_dim
     query_width = model.num_heads * model.head_dim
     gate_width = query_width if model.family == "qwen3_next" else 0
-    projections = 2.0 * hidden * (2 * query_width + gate_width + 2 * model.num_kv_heads * model.head_dim)
-    return rows * projections + 4.0 * query_width * attention_pairs(positions, layer.window, window_meaning)
+    keys_values = 4.0 * hidden * model.num_kv_heads * model.head_dim
+    queries_output = 2.0 * hidden * (2 * query_width + gate_width)
+    pairs = _visible(positions, layer.window, window_meaning)[-outputs:].sum()
+    return rows * keys_values + outputs * queries_output + 4.0 * query_width * float(pairs)
 
 
 def _feed_forward_flops(model: ModelConfig, layer: LayerSpec) -> float:

@@ -1,4 +1,4 @@
-"""config.json contents of the published models that benchmarks run with random weights."""
+"""config.json contents of the published models, for measurements with random weights."""
 
 from typing import Any
 

@@ -1,0 +1,1 @@
+"""Measurements of whole models: what `uniprefill bench` runs."""

@@ -1,0 +1,181 @@
+"""Time to the first token's logits: dense against dropping, each run next to its rival's, with the ideal beside it.
+
+A dropping setting is measured in the order dense, dropping, dropping, dense, and so on: every method follows itself as
+often as its rival, so that neither profits from what the run before left of the device's power budget. Fresh tokens in
+every run; compile time apart.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.llm import DTYPES, LLM
+from uniprefill_jax.prefill import LengthsBy, PrefillOutput, PrefillPlan
+from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+
+# Vendor's dense bfloat16 rate, the usual base of model FLOP utilisation.
+PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What is measured of every (length, batch).
+
+    Attributes:
+        arch: name for the rows.
+        top_ps: settings of top_p; 1 scores everything and drops nothing, which shows what the machinery costs.
+        base: the rest of the setting.
+        runs: most timed runs of each method.
+        seconds: after so many seconds a pair of methods gets no more runs (but one of each).
+        lengths_by: how work follows the kept rows (see `PrefillPlan.for_batch`).
+        text: token ids to cut prompts from; None draws them at random.
+    """
+
+    arch: str
+    top_ps: tuple[float, ...]
+    base: UniPrefillConfig
+    runs: int
+    seconds: float
+    lengths_by: LengthsBy = "auto"
+    text: np.ndarray | None = None
+
+    def rows(self, llm: LLM, length: int, batch: int) -> Iterator[dict[str, Any]]:
+        """One row for dense and one for every top_p; see the design note's result files."""
+        prompts = _Prompts(llm, length, batch, self.text)
+        dense = _Method(llm, prompts, self.lengths_by, UniPrefillConfig.dense())
+        labels = {"arch": self.arch, "n": length, "batch": batch, "dtype": llm.dtype}
+        dense_flops = sum(dense.plan.dense_flops(np.arange(length)) for _ in range(batch))
+        dense_times: list[float] = []
+        rows = []
+        dense.run()  # compiles and warms up
+        for top_p in self.top_ps:
+            method = _Method(llm, prompts, self.lengths_by, replace(self.base, top_p=top_p), scored_at_one=True)
+            if not rows:
+                method.run()  # the one program of all settings of top_p
+            ours, theirs = self._in_turns(method.run, dense.run)
+            dense_times += theirs
+            milliseconds, dense_milliseconds = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
+            flops = sum(method.plan.flops(positions) for positions in method.positions)
+            rows.append(
+                labels
+                | {"method": "uniprefill", "top_p": top_p, "kept": [len(kept) for kept in method.positions[0]]}
+                | _timing(ours, method, flops)
+                | {
+                    "dense_ttft_ms": round(dense_milliseconds, 3),
+                    "speedup": round(dense_milliseconds / milliseconds, 4),
+                    "ideal_speedup": round(dense_flops / flops, 4),
+                }
+            )
+        if not dense_times:
+            dense_times = [dense.run() for _ in range(self.runs)]
+        yield labels | {"method": "dense", "kept": [length]} | _timing(dense_times, dense, dense_flops)
+        yield from rows
+
+    def _in_turns(self, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[list[float], list[float]]:
+        """Seconds of both methods, in the order theirs, ours, ours, theirs."""
+        times: tuple[list[float], list[float]] = ([], [])
+        start = time.perf_counter()
+        for number in range(2 * self.runs):
+            if number and number % 2 == 0 and time.perf_counter() - start > self.seconds:
+                break
+            which = 0 if number % 4 in (1, 2) else 1
+            times[which].append((ours, theirs)[which]())
+        return times
+
+
+class _Prompts:
+    """Batches of equally long prompts, fresh every time."""
+
+    def __init__(self, llm: LLM, length: int, batch: int, text: np.ndarray | None):
+        self.lengths = [length] * batch
+        self.vocab_size = llm.config.vocab_size
+        self.text = text
+        self.random = np.random.default_rng([length, batch])
+
+    def draw(self) -> np.ndarray:
+        """The token ids of a batch, prompt after prompt."""
+        if self.text is None:
+            return self.random.integers(0, self.vocab_size, sum(self.lengths)).astype(np.int32)
+        starts = self.random.integers(0, len(self.text) - self.lengths[0] + 1, len(self.lengths))
+        return np.concatenate([self.text[start : start + self.lengths[0]] for start in starts]).astype(np.int32)
+
+
+class _Method:
+    """One setting: its plan, its program, and what its last run kept."""
+
+    def __init__(
+        self, llm: LLM, prompts: _Prompts, lengths_by: LengthsBy, config: UniPrefillConfig, scored_at_one: bool = False
+    ):
+        self.programs = llm.programs
+        self.prompts = prompts
+        # Asked for top_p = 1 the library drops nothing and so scores nothing; here the scoring is the point.
+        scoring = replace(config, top_p=0.5) if scored_at_one else config
+        drop_layers = resolve_drop_layers(scoring, llm.config)
+        dtype = DTYPES[llm.dtype]
+        self.plan = PrefillPlan.for_batch(llm.config, config, drop_layers, prompts.lengths, dtype, lengths_by)
+        self.compile_seconds = 0.0
+        self.program_bytes = 0
+        self._segments: Any = None
+
+    def run(self) -> float:
+        """Seconds of one prefill of fresh prompts.
+
+        Raises:
+            FloatingPointError: a logit is not finite.
+        """
+        count = sum(self.prompts.lengths)
+        tokens = np.zeros(self.plan.num_rows, np.int32)
+        tokens[:count] = self.prompts.draw()
+        cu_seqlens = np.full(self.plan.num_requests + 1, count, np.int32)
+        cu_seqlens[: len(self.prompts.lengths) + 1] = np.cumsum([0, *self.prompts.lengths])
+        inputs = jax.block_until_ready(self.programs.put((tokens, cu_seqlens)))
+        program, compiling = self.programs.prefill(self.plan, *inputs)
+        self.compile_seconds += compiling
+        self.program_bytes = _bytes_of(program.func)
+        start = time.perf_counter()
+        output: PrefillOutput = jax.block_until_ready(program())
+        seconds = time.perf_counter() - start
+        self._segments = jax.device_get(output.segments)
+        logits = np.asarray(output.logits)[: len(self.prompts.lengths)]
+        if not np.isfinite(logits).all():
+            raise FloatingPointError(f"a logit is not finite: {count} tokens, top_p {self.plan.config.top_p}")
+        return seconds
+
+    @property
+    def positions(self) -> list[list[np.ndarray]]:
+        """Of every request in the last run, the original positions in every segment."""
+        pairs = list(zip(self._segments.positions, self._segments.cu_seqlens, strict=True))
+        return [
+            [row[cu[request] : cu[request + 1]] for row, cu in pairs] for request in range(len(self.prompts.lengths))
+        ]
+
+
+def _bytes_of(program: Any) -> int:
+    """Device memory of a compiled program while it runs: weights, inputs, results, scratch."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return 0
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return held - memory.alias_size_in_bytes
+
+
+def _timing(seconds: Sequence[float], method: _Method, flops: float) -> dict[str, Any]:
+    median = statistics.median(seconds)
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return {
+        "ttft_ms": round(median * 1e3, 3),
+        "ttft_min_ms": round(min(seconds) * 1e3, 3),
+        "ttft_max_ms": round(max(seconds) * 1e3, 3),
+        "runs": len(seconds),
+        "tflops_per_second": round(flops / median * 1e-12, 1),
+        "mfu": None if peak is None else round(flops / median / peak, 4),
+        "peak_gib": round(method.program_bytes / GIB, 2),
+        "compile_s": round(method.compile_seconds, 1),
+    }
