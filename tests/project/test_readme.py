@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from uniprefill_jax.cli.app import COMMANDS
+from uniprefill_jax.cli.app import COMMANDS, GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -24,7 +24,7 @@ def test_make_targets_and_commands_exist():
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.M))
     assert set(re.findall(r"(?:^|`|  )make ([a-z-]+)", README, re.M)) <= targets
-    assert set(re.findall(r"^uniprefill ([a-z]+) ", README, re.M)) == set(COMMANDS)
+    assert set(re.findall(r"^uniprefill ([a-z]+) ", README, re.M)) == {*COMMANDS, *GROUPS}
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/]+\.(?:py|json))`", README))))
@@ -48,3 +48,18 @@ def test_kernel_figures_are_those_of_the_result_file():
             assert len(found) == 1, (match[0], backend)
             # Another run of the same benchmark scatters; another kernel does not stay within this.
             assert float(match[column]) == pytest.approx(found[0], rel=0.1), (match[0], backend)
+
+
+def test_ttft_figures_are_those_of_the_result_file():
+    rows = json.loads((ROOT / "benchmarks/results/ttft_h200_llama.json").read_text())["rows"]
+    found = {(row["n"], row.get("top_p")): row for row in rows}
+    lines = re.findall(r"^\| ([\d,]+) \| ([\d,]+) ms \| ([\d,]+) ms \| (-?[\d.]+)% \| (.+) \|$", README, re.M)
+    assert len(lines) == len({n for n, _ in found})
+    for length, rival, dense, overhead, dropping in lines:
+        n = int(length.replace(",", ""))
+        assert int(rival.replace(",", "")) == round(found[n, None]["hf_ttft_ms"])
+        assert int(dense.replace(",", "")) == round(found[n, None]["ttft_ms"])
+        assert float(overhead) == round(100 * (1 / found[n, 1.0]["speedup"] - 1), 1)
+        for top_p, cell in zip((0.9, 0.7, 0.5), dropping.split(" | "), strict=True):
+            row = found[n, top_p]
+            assert cell == f"{row['ttft_ms']:,.0f} ms, {row['speedup']:.2f}x ({row['ideal_speedup']:.2f}x)"

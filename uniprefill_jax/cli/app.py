@@ -21,7 +21,9 @@ app = typer.Typer(
 COMMANDS = {command.__name__: command for command in (demo, generate, convert, info)}
 for _command in COMMANDS.values():
     app.command()(_command)
-app.add_typer(bench, name="bench")
+GROUPS = {"bench": bench}
+for _name, _group in GROUPS.items():
+    app.add_typer(_group, name=_name)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     except UniPrefillError as error:
         _fail(str(error))
     except typer.TyperException as error:
-        command = f"uniprefill {words[0]}" if words and words[0] in COMMANDS else "uniprefill"
+        command = f"uniprefill {words[0]}" if words and words[0] in COMMANDS | GROUPS else "uniprefill"
         _fail(f"{error.format_message()} (see {command} --help)")
     except OSError as error:
         _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
