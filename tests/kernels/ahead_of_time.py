@@ -27,6 +27,8 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule import shapes as delta_shapes
 from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
+from pallas_kernels.row_norms import add_rows, norm_rows
+from pallas_kernels.row_norms import shapes as row_shapes
 from pallas_kernels.top_p_select import shapes as select_shapes
 from pallas_kernels.top_p_select import top_p_select
 
@@ -52,6 +54,14 @@ def programs(every_shape: bool):
         queries = ((shape.batch, shape.window, heads, head_dim), "bfloat16")
         keys = ((shape.rows, kv_heads, head_dim), "bfloat16")
         yield f"block_score {shape}", score, (queries, keys, ((shape.batch + 1,), "int32"))
+    for width in row_shapes.WIDTHS if every_shape else row_shapes.WIDTHS[:1]:
+
+        def normed_sum(backend, x, delta, weight, count):
+            added = add_rows(x, delta, count, weight=weight, eps=1e-6, zero_centred=True, backend=backend)
+            return norm_rows(add_rows(added, x, count, backend=backend), weight, count, eps=1e-6, backend=backend)
+
+        row = ((row_shapes.ROWS, width), "bfloat16")
+        yield f"row_norms {width}", normed_sum, (row, row, ((width,), "bfloat16"), ((), "int32"))
     for shape in (*select_shapes.SHAPES, select_shapes.LARGEST) if every_shape else select_shapes.DISTINCT_SHAPES:
         for cut in ("crossing", "below") if every_shape else ("crossing",):
 
@@ -124,6 +134,8 @@ def main(target: str, every_shape: bool) -> None:
         platform, backend = "tpu", "mosaic_tpu"
     device = SingleDeviceSharding(topology.devices[0])
     for name, function, arguments in programs(every_shape):
+        if platform == "tpu" and name.startswith("row_norms"):
+            continue  # there is no such kernel for TPUs, and no need of one
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device) for shape, dtype in arguments]
         traced = jax.jit(lambda *a, function=function: function(backend, *a)).trace(*shapes)
         program = traced.lower(lowering_platforms=(platform,)).compile()
