@@ -54,3 +54,8 @@ def make_pools(
     return replace(
         states, conv=states.conv.at[:, DUMMY_SLOT].set(0), recurrent=states.recurrent.at[:, DUMMY_SLOT].set(0)
     )
+
+
+def bytes_of_page(config: ModelConfig, page_size: int, dtype: str) -> int:
+    """Memory of one page, keys and values."""
+    return 2 * page_size * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
