@@ -1,6 +1,7 @@
 """The arrays behind pages and slots: one pool of pages for all attention layers, one of recurrent states.
 
-All attention layers of a model have keys of one shape, so any page may serve any layer. Slot 0 of the recurrent pool is
+All attention layers of a model have keys of one shape, so any page may serve any layer. Within a page the rows of one
+key head lie together: a kernel copies them, or the whole page, in one piece. Slot 0 of the recurrent pool is
 a dummy: rows of a decode batch without a request read and write it, so that none needs to be told apart.
 """
 
@@ -19,8 +20,8 @@ DUMMY_SLOT = 0
 class CachePools:
     """Keys and values by page; convolution inputs and recurrent states by linear layer and slot."""
 
-    keys: Float[Array, "P page KV d"]
-    values: Float[Array, "P page KV d"]
+    keys: Float[Array, "P KV page d"]
+    values: Float[Array, "P KV page d"]
     conv: Float[Array, "linear_layers slots width-1 channels"]
     recurrent: Float[Array, "linear_layers slots heads key_dim value_dim"]
 
@@ -39,7 +40,7 @@ def make_pools(
     config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: jnp.dtype, fill: float = 0.0
 ) -> CachePools:
     """Pools for `num_slots` requests beside the dummy; `fill` is what they hold at first (tests use NaN)."""
-    pages = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+    pages = (num_pages, config.num_kv_heads, page_size, config.head_dim)
     count, linear = len(linear_layers(config)), config.gated_delta_net
     conv, recurrent = (0, 0), (0, 0, 0)
     if linear is not None:

@@ -219,9 +219,9 @@ def drop_rows(
     memory: Float[Array, ""],
 ) -> DropOutcome:
     """One drop: `length` rows of the buffer are scored by their last queries, and those that stay move to its front."""
-    num_rows, page = buffer.positions.shape[0], pools.keys.shape[1]
+    num_rows, page = buffer.positions.shape[0], pools.keys.shape[2]
     keys = pools.keys.at[page_table[: num_rows // page]].get(mode="fill", fill_value=0)
-    keys = keys.reshape(-1, *keys.shape[2:])
+    keys = keys.swapaxes(1, 2).reshape(-1, keys.shape[1], keys.shape[3])
     if keys.shape[0] < num_rows:
         keys = jnp.pad(keys, ((0, num_rows - keys.shape[0]), (0, 0), (0, 0)))
     drop = choose_tokens(
@@ -254,7 +254,7 @@ def write_rows(
     real: Bool[Array, " T"],
 ) -> CachePools:
     """Write keys and values at rows of one request, or (a table per row) of one request each; others go nowhere."""
-    num_pages, page = pools.keys.shape[:2]
+    num_pages, _, page, _ = pools.keys.shape
     column = jnp.where(real, rows // page, NOWHERE)
     if page_table.ndim == 1:
         ids = page_table.at[column].get(mode="fill", fill_value=num_pages)
@@ -263,8 +263,8 @@ def write_rows(
     place = rows % page
     return replace(
         pools,
-        keys=pools.keys.at[ids, place].set(keys.astype(pools.keys.dtype), mode="drop"),
-        values=pools.values.at[ids, place].set(values.astype(pools.values.dtype), mode="drop"),
+        keys=pools.keys.at[ids, :, place].set(keys.astype(pools.keys.dtype), mode="drop"),
+        values=pools.values.at[ids, :, place].set(values.astype(pools.values.dtype), mode="drop"),
     )
 
 
