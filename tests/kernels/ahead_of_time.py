@@ -27,6 +27,8 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule import shapes as delta_shapes
 from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import shapes as paged_shapes
 from pallas_kernels.row_norms import add_rows, norm_rows
 from pallas_kernels.row_norms import shapes as row_shapes
 from pallas_kernels.top_p_select import shapes as select_shapes
@@ -121,6 +123,16 @@ def programs(every_shape: bool):
         rows = ((shape.rows, shape.inner), "bfloat16")
         weights = [((shape.stacked, shape.inner, shape.columns), "bfloat16")] * (1 + shape.gated)
         yield f"grouped_matmul {shape}", group, (rows, ((shape.groups,), "int32"), ((), "int32"), *weights)
+    for shape in getattr(paged_shapes, which):
+        heads, kv_heads, head_dim = shape.heads
+
+        def decode(backend, *arrays, head_dim=head_dim):
+            return paged_attention(*arrays, scale=head_dim**-0.5, backend=backend)
+
+        queries = ((shape.batch, heads, head_dim), "bfloat16")
+        pages = ((shape.num_pages, kv_heads, shape.page, head_dim), "bfloat16")
+        table, lengths = ((shape.batch, shape.max_pages), "int32"), ((shape.batch,), "int32")
+        yield f"paged_attention {shape}", decode, (queries, pages, pages, table, lengths, lengths)
 
 
 def main(target: str, every_shape: bool) -> None:

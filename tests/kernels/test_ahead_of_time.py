@@ -33,7 +33,8 @@ def compile_all(kind: str, target: str, *options: str) -> None:
         command, cwd=REPOSITORY, env=dict(os.environ, JAX_PLATFORMS="cpu"), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("compiled block_score") >= 3
+    for operation in ("block_score", "paged_attention"):
+        assert done.stdout.count(f"compiled {operation}") >= 3
 
 
 def test_kernels_compile_for_h200():
