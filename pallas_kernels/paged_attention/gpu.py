@@ -122,8 +122,8 @@ def paged_attention_mosaic_gpu(
         requests, page_table, grouped, key_pages, value_pages, stretches=stretches, scale=scale, tiling=tiling
     )
     with jax.named_scope("combine"):
-        used = (array[..., :group] for array in (partial, maximum, total))
-        outputs = combine(*used, items_of(requests, stretches))
+        partial, maximum, total = (array[..., :group] for array in (partial, maximum, total))
+        outputs = combine(partial, maximum, total, items_of(requests, stretches))
         return outputs.reshape(batch, heads, head_dim).astype(queries.dtype)
 
 
