@@ -135,16 +135,19 @@ def programs(every_shape: bool):
         yield f"paged_attention {shape}", decode, (queries, pages, pages, table, lengths, lengths)
 
 
-def main(target: str, every_shape: bool) -> None:
-    """Compile all programs for `target`; the first that does not compile raises."""
+def device_of(target: str):
+    """A device of the target that is not there, its platform, and the kernels' backend for it."""
     if target == "sm_90a":
         description = Path(__file__).with_name("h200_target.txtpb").read_text()
         topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=description)
-        platform, backend = "cuda", "mosaic_gpu"
-    else:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
-        platform, backend = "tpu", "mosaic_tpu"
-    device = SingleDeviceSharding(topology.devices[0])
+        return SingleDeviceSharding(topology.devices[0]), "cuda", "mosaic_gpu"
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
+    return SingleDeviceSharding(topology.devices[0]), "tpu", "mosaic_tpu"
+
+
+def main(target: str, every_shape: bool) -> None:
+    """Compile all programs for `target`; the first that does not compile raises."""
+    device, platform, backend = device_of(target)
     for name, function, arguments in programs(every_shape):
         if platform == "tpu" and name.startswith("row_norms"):
             continue  # there is no such kernel for TPUs, and no need of one

@@ -254,18 +254,22 @@ def write_rows(
     real: Bool[Array, " T"],
 ) -> CachePools:
     """Write keys and values at rows of one request, or (a table per row) of one request each; others go nowhere."""
-    num_pages, _, page, _ = pools.keys.shape
+    num_pages, kv_heads, page, head_dim = pools.keys.shape
     column = jnp.where(real, rows // page, NOWHERE)
     if page_table.ndim == 1:
         ids = page_table.at[column].get(mode="fill", fill_value=num_pages)
     else:
         ids = page_table.at[jnp.arange(rows.shape[0]), column].get(mode="fill", fill_value=num_pages)
-    place = rows % page
-    return replace(
-        pools,
-        keys=pools.keys.at[ids, :, place].set(keys.astype(pools.keys.dtype), mode="drop"),
-        values=pools.values.at[ids, :, place].set(values.astype(pools.values.dtype), mode="drop"),
-    )
+    places = (ids[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)) * page + (rows % page)[:, None]
+    places = jnp.where((ids < num_pages)[:, None], places, NOWHERE).reshape(-1)
+
+    def write(pool: Array, new: Array) -> Array:
+        # By rows of one key head: a TPU would keep the pool in another order for updates that span the heads of a row,
+        # and copy all of it to and fro in every layer.
+        updates = new.astype(pool.dtype).reshape(-1, head_dim)
+        return pool.reshape(-1, head_dim).at[places].set(updates, mode="drop").reshape(pool.shape)
+
+    return replace(pools, keys=write(pools.keys, keys), values=write(pools.values, values))
 
 
 def last_positions(
