@@ -59,7 +59,7 @@ def ttft(
     )
     for value in top_ps:
         UniPrefillConfig(top_p=value)
-    config = _architecture(arch, model)
+    config = options.architecture(arch, model)
     data_type = options.resolve_dtype(dtype)
     rivals: dict[tuple[int, int], dict[str, Any]] = {}
     if compare_python:
@@ -127,7 +127,7 @@ def throughput(
     configs = {"dense": UniPrefillConfig.dense()} | {
         f"top_p={value}": replace(dropping, top_p=value) for value in options.numbers("--top-p", top_p, float)
     }
-    config = _architecture(arch, model)
+    config = options.architecture(arch, model)
     data_type = options.resolve_dtype(dtype)
     from uniprefill_jax.bench import throughput as measured
     from uniprefill_jax.cache.pools import bytes_of_page
@@ -194,17 +194,6 @@ def _cells(lengths: str, batches: str) -> list[tuple[int, int]]:
     if wrong is not None:
         raise InputError(f"length {wrong[0]} with batch {wrong[1]}: both must be at least 1")
     return sorted(pairs, key=lambda cell: cell[0] * cell[1])
-
-
-def _architecture(arch: str, model: str) -> dict[str, Any] | None:
-    """The config.json contents of `arch`; None where a model with weights is named."""
-    from uniprefill_jax.bench.architectures import ARCHITECTURES
-
-    if bool(arch) == bool(model):
-        raise InputError("name either --arch or --model")
-    if arch and arch not in ARCHITECTURES:
-        raise InputError(f"--arch is {arch!r}; use one of {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[arch] if arch else None
 
 
 def _tokens(llm: Any, text: Path | None, longest: int) -> Any:

@@ -33,9 +33,10 @@ class RMSNorm(nnx.Module):
         With `count`, the number of real rows, the kernel may run where the machine has one: rows from `count` on are
         then not defined.
         """
-        if count is not None and _kernel_takes(x):
-            return _norm_rows(x, self.weight[...], count, eps=self.eps, zero_centred=self.zero_centred)
-        return norm(x, self.weight[...], eps=self.eps, zero_centred=self.zero_centred)
+        with jax.named_scope("norm"):
+            if count is not None and _kernel_takes(x):
+                return _norm_rows(x, self.weight[...], count, eps=self.eps, zero_centred=self.zero_centred)
+            return norm(x, self.weight[...], eps=self.eps, zero_centred=self.zero_centred)
 
 
 def add_residual(
@@ -45,12 +46,13 @@ def add_residual(
     count: Int32[Array, ""] | None,
 ) -> Float[Array, "T D"]:
     """x + delta, or x + output_norm(delta); `count` as in `RMSNorm`."""
-    if count is None or not _kernel_takes(x):
-        return x + (delta if output_norm is None else output_norm(delta))
-    if output_norm is None:
-        return _add_rows(x, delta, count)
-    weight = output_norm.weight[...]
-    return _add_rows(x, delta, count, weight=weight, eps=output_norm.eps, zero_centred=output_norm.zero_centred)
+    with jax.named_scope("residual"):
+        if count is None or not _kernel_takes(x):
+            return x + (delta if output_norm is None else output_norm(delta))
+        if output_norm is None:
+            return _add_rows(x, delta, count)
+        weight = output_norm.weight[...]
+        return _add_rows(x, delta, count, weight=weight, eps=output_norm.eps, zero_centred=output_norm.zero_centred)
 
 
 def _kernel_takes(x: Array) -> bool:
