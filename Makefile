@@ -5,7 +5,7 @@
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu lint format bench-cpu-dense lock clean
+.PHONY: help demo test test-slow test-gpu lint format bench-cpu bench-cpu-dense lock clean
 
 MODEL ?= smollm2-135m
 DEMO_ARGUMENTS ?=
@@ -35,7 +35,7 @@ endif
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "make test-slow | test-gpu | lint | format | bench-cpu-dense | lock | clean"
+	@echo "make test-slow | test-gpu | lint | format | bench-cpu | bench-cpu-dense | lock | clean"
 
 demo: $(STAMPS)/runtime $(STAMPS)/weights-$(MODEL)
 	@$(VENV)/bin/uniprefill demo --model $(MODEL) $(DEMO_ARGUMENTS)
@@ -61,6 +61,9 @@ format: $(STAMPS)/development
 
 bench-cpu-dense: $(STAMPS)/runtime $(STAMPS)/weights-smollm2-135m $(STAMPS)/oracle
 	$(PYTHON_IN_VENV) -m benchmarks.cpu_dense --oracle-python $(VENV)/oracle/bin/python $(BENCH_ARGUMENTS)
+
+bench-cpu: $(STAMPS)/runtime $(STAMPS)/weights-smollm2-135m
+	$(PYTHON_IN_VENV) -m benchmarks.cpu_guard $(BENCH_ARGUMENTS)
 
 # Resolves pyproject.toml anew, on the oldest supported Python; the hashes cover every platform's files.
 lock: $(STAMPS)/development

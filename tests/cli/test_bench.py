@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks import cpu_guard
 from tests.conftest import ORACLE_PYTHON
 from uniprefill_jax.bench.throughput import Load
 from uniprefill_jax.cli import main
@@ -74,6 +75,17 @@ def test_throughput(tmp_path):
         assert 0 < row["host_share"] <= 1.5
     assert disturbed["p99_itl_busy_ms"] >= disturbed["median_itl_busy_ms"] > 0
     assert disturbed["tokens_meanwhile"] >= 2 and disturbed["long_ttft_ms"] > 0
+
+
+def test_guard_names_what_is_over_its_limit():
+    limits = json.loads(cpu_guard.LIMITS.read_text())
+    assert cpu_guard.exceeded(limits, limits) == []
+    assert cpu_guard.exceeded(limits | {"compile": limits["compile"] + 0.1, "import": float("nan")}, limits) == [
+        "import",
+        "compile",
+    ]
+    with pytest.raises(KeyError, match="unheard"):
+        cpu_guard.exceeded({"unheard": 1.0}, limits)
 
 
 def test_arrivals_follow_the_rate():
