@@ -68,7 +68,7 @@ bench-cpu: $(STAMPS)/runtime $(STAMPS)/weights-smollm2-135m
 # Resolves pyproject.toml anew, on the oldest supported Python; the hashes cover every platform's files.
 lock: $(STAMPS)/development
 	$(call pip_compile,lock.txt,,requirements/pins.txt)
-	$(call pip_compile,lock-dev.txt,--extra dev,requirements/lock.txt)
+	$(call pip_compile,lock-dev.txt,--extra dev --extra serve,requirements/lock.txt)
 
 pip_compile = $(PYTHON_IN_VENV) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	--no-header --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \

@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Int32, UInt32
 
 from uniprefill_jax.config import SamplingConfig
 
+# Alternatives reported beside a drawn token, whatever number was asked for: one program serves every number.
+MAX_LOGPROBS = 20
+
 
 class SamplingKind(NamedTuple):
     """The static side of a setting: greedy or not, and whether top-k or top-p restrict the draw."""
@@ -41,6 +44,36 @@ class SamplingNumbers(NamedTuple):
             jnp.asarray(config.top_p, jnp.float32),
             jnp.asarray(config.seed, jnp.uint32),
         )
+
+
+class TokenLogprobs(NamedTuple):
+    """How likely drawn tokens were, and what else was likely: natural logarithms, before temperature and restriction.
+
+    Attributes:
+        drawn: of the tokens drawn.
+        likeliest: ids of the likeliest tokens, falling.
+        values: of these.
+    """
+
+    drawn: Float[Array, " B"]
+    likeliest: Int32[Array, "B k"]
+    values: Float[Array, "B k"]
+
+
+class Drawn(NamedTuple):
+    """Drawn tokens, with their log-probabilities where anybody asked for them."""
+
+    tokens: Int32[Array, " B"]
+    logprobs: TokenLogprobs | None
+
+
+def token_logprobs(logits: Float[Array, "B vocab"], tokens: Int32[Array, " B"]) -> TokenLogprobs:
+    """Log-probabilities of `tokens` and of the `MAX_LOGPROBS` likeliest ones, in float32."""
+    with jax.named_scope("token_logprobs"):
+        values = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        drawn = jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+        best, ids = jax.lax.top_k(values, min(MAX_LOGPROBS, values.shape[-1]))
+        return TokenLogprobs(drawn, ids.astype(jnp.int32), best)
 
 
 def sample(

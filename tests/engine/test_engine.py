@@ -181,6 +181,37 @@ def test_an_end_token_ends_a_request_and_frees_its_pages(llm, expected, monkeypa
     assert text == "".join(f"{token} " for token in tokens[: tokens.index(end)])
 
 
+def test_log_probabilities_are_those_of_the_model_read_anew(llm):
+    """One request asks for them, another shares its steps and does not; tokens are drawn at a temperature."""
+    engine = poisoned_engine(llm)
+    sampling = up.SamplingConfig(max_tokens=6, temperature=0.8, seed=3)
+    asks = engine.submit(PROMPTS[7], DENSE, sampling, logprobs=3)
+    engine.submit(PROMPTS[9], DENSE, up.SamplingConfig(max_tokens=9))
+    events = []
+    tokens = run(engine, events)[asks]
+    reported = [event for event in events if event.kind == "token" and event.request_id == asks]
+    read = llm.prefill([PROMPTS[7] + tokens[:count] for count in range(6)], DENSE)
+    for event, result in zip(reported, read, strict=True):
+        logits = result.logits.astype(np.float64)
+        truth = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        assert event.logprob == pytest.approx(truth[event.token], abs=1e-4)
+        order = np.argsort(-truth)[:3]
+        assert [token for token, _ in event.alternatives] == order.tolist()
+        assert [value for _, value in event.alternatives] == pytest.approx(truth[order], abs=1e-4)
+    assert all(event.alternatives == () for event in events if event.request_id != asks)
+    with pytest.raises(up.ConfigError, match="logprobs is 21"):
+        engine.submit([1], logprobs=21)
+
+
+def test_most_tokens_is_what_is_accepted(llm):
+    small = up.Engine(llm, up.EngineConfig(page_size=16, pool_pages=22, max_running=2, max_length=256))
+    assert small.most_tokens(40) == 64 - 40 + 1
+    small.submit(prompt(40), DENSE, up.SamplingConfig(max_tokens=small.most_tokens(40)))
+    with pytest.raises(up.InputError, match="has 22"):
+        small.submit(prompt(40), DENSE, up.SamplingConfig(max_tokens=small.most_tokens(40) + 1))
+    assert poisoned_engine(llm).most_tokens(256) == 1
+
+
 def test_priority_and_arrival_decide_who_goes_first(llm):
     engine = poisoned_engine(llm)
     sampling = up.SamplingConfig(max_tokens=1)

@@ -21,7 +21,7 @@ from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.gated_delta_net import GatedDeltaNet, RecurrentCache
 from uniprefill_jax.models.layer_loop import group_layers, loop_layers
 from uniprefill_jax.models.rope import rope_table
-from uniprefill_jax.sampling import SamplingKind, SamplingNumbers, sample
+from uniprefill_jax.sampling import Drawn, SamplingKind, SamplingNumbers, sample, token_logprobs
 
 # Commands to a row of the decode batch; a token id means: go on with this token, whatever was drawn.
 IDLE = -2
@@ -143,16 +143,18 @@ def finish_prefill(
 
 def decode_step(
     draws: bool,
+    reports: bool,
     model: CausalLM,
     pools: CachePools,
     slots: DecodeSlots,
     commands: Int32[Array, " B"],
     new_pages: Int32[Array, "attention_layers B"],
-) -> tuple[Int32[Array, " B"], DecodeSlots, CachePools]:
+) -> tuple[Drawn, DecodeSlots, CachePools]:
     """One more token of every row that does not idle: the tokens drawn, slots and pools.
 
     Args:
         draws: whether any row may draw instead of taking the likeliest (static).
+        reports: whether any row wants log-probabilities (static).
         commands: IDLE, GO_ON, or the token to go on with.
         new_pages: the page that each row's new token opens in each layer; out of range where it opens none.
     """
@@ -201,14 +203,16 @@ def decode_step(
 
     fed = jnp.where(runs, jnp.where(commands >= 0, commands, slots.tokens), 0)
     x, pools = loop_layers(group_layers(places.kinds), 0, whole, (model.embed(fed), pools))
-    tokens = draw_tokens(draws, model.logits(x), slots.numbers, slots.decoded + 1)
+    logits = model.logits(x)
+    tokens = draw_tokens(draws, logits, slots.numbers, slots.decoded + 1)
+    drawn = Drawn(tokens, token_logprobs(logits, tokens) if reports else None)
     after = replace(
         slots,
         page_tables=page_tables,
         decoded=slots.decoded + runs,
         tokens=jnp.where(runs, tokens, slots.tokens),
     )
-    return tokens, after, pools
+    return drawn, after, pools
 
 
 def _first_visible(

@@ -7,9 +7,8 @@ the host to look at a token.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 
 from uniprefill_jax.cache.pools import attention_layers
@@ -20,6 +19,7 @@ from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction
 from uniprefill_jax.engine.stages import prefill_stages, segment_layers
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.llm import LLM, GrowingText
+from uniprefill_jax.sampling import MAX_LOGPROBS, Drawn, TokenLogprobs
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 
@@ -50,9 +50,9 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class _Pending:
-    """Tokens on their way: the device's array, and for each entry that matters the request and the token's number."""
+    """Tokens on their way: the device's arrays, and for each entry that matters the request and the token's number."""
 
-    tokens: jax.Array
+    drawn: Drawn
     entries: list[tuple[int, Request, int]]
 
 
@@ -92,6 +92,7 @@ class Engine:
         *,
         priority: int = 0,
         report: bool = False,
+        logprobs: int | None = None,
     ) -> int:
         """Queue a prompt of token ids; its number, by which events name it.
 
@@ -101,10 +102,14 @@ class Engine:
             sampling: how tokens are drawn, and how many at most.
             priority: lower goes first; equal ones in order of submission.
             report: keep what the prefill decided for `take_report`.
+            logprobs: put the log-probability of every token into its event, with this many likeliest alternatives.
 
-        Raises InputError for a prompt that the model or the pool cannot take, ConfigError for impossible drop layers.
+        Raises InputError for a prompt that the model or the pool cannot take, ConfigError for impossible drop layers
+        or more than `MAX_LOGPROBS` alternatives.
         """
         config, sampling = config or UniPrefillConfig(), sampling or SamplingConfig()
+        if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"logprobs is {logprobs}; use 0 to {MAX_LOGPROBS} alternatives, or None")
         tokens = self.llm.checked_tokens(prompt)
         if len(tokens) > self.max_length:
             raise InputError(
@@ -128,6 +133,7 @@ class Engine:
             ),
             limit=limit,
             rank=(priority, self._submitted),
+            logprobs=logprobs,
         )
         self.scheduler.submit(request)
         self._submitted += 1
@@ -136,6 +142,11 @@ class Engine:
         if report:
             self._wants_report.add(request.id)
         return request.id
+
+    def most_tokens(self, prompt_length: int) -> int:
+        """Most tokens that a request with such a prompt can be given; below 1 where the prompt itself is too long."""
+        # The last token is drawn, but not fed back: it needs no room.
+        return min(self.max_length, self.scheduler.longest_request()) - prompt_length + 1
 
     def step(self) -> list[Event]:
         """Do one step's worth of work; what became known in it."""
@@ -154,9 +165,9 @@ class Engine:
             entries = [(row.request.slot, row.request, row.request.dispatched - 1) for row in plan.decode]
             self._pending.append(_Pending(self.executor.decode(plan.decode), entries))
         for unit in plan.units:
-            token = self.executor.run(unit)
-            if token is not None:
-                self._pending.append(_Pending(token, [(0, unit.request, 0)]))
+            first = self.executor.run(unit)
+            if first is not None:
+                self._pending.append(_Pending(first, [(0, unit.request, 0)]))
                 if unit.request.id in self._wants_report:
                     self._reports[unit.request.id] = self.executor.report(unit.request)
                 self.executor.forget(unit.request)
@@ -197,7 +208,9 @@ class Engine:
         )
 
     def _read(self, pending: _Pending) -> list[Event]:
-        tokens = np.asarray(pending.tokens).reshape(-1)
+        tokens = np.asarray(pending.drawn.tokens)
+        reported = pending.drawn.logprobs
+        logprobs = None if reported is None else TokenLogprobs(*map(np.asarray, reported))
         events = []
         for place, request, number in pending.entries:
             # It may have ended since, or be computing tokens again that were already handed out.
@@ -205,7 +218,12 @@ class Engine:
                 continue
             token, text = int(tokens[place]), self._texts[request.id]
             request.generated.append(token)
-            events.append(Event(request.id, "token", token, text.push(token)))
+            event = Event(request.id, "token", token, text.push(token))
+            if logprobs is not None and request.logprobs is not None:
+                likeliest, values = (row[place, : request.logprobs].tolist() for row in logprobs[1:])
+                alternatives = tuple(zip(likeliest, values, strict=True))
+                event = replace(event, logprob=float(logprobs.drawn[place]), alternatives=alternatives)
+            events.append(event)
             if text.ended:
                 fraction = kept_fraction(request)
                 self._end(request, text.finish_reason)

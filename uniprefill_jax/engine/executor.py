@@ -41,7 +41,7 @@ from uniprefill_jax.engine.requests import PrefillReport, Request
 from uniprefill_jax.engine.scheduler import DecodeRow, Unit
 from uniprefill_jax.engine.stages import Stage, prefill_stages, stage_program
 from uniprefill_jax.llm import DTYPES, LLM
-from uniprefill_jax.sampling import SamplingKind, SamplingNumbers
+from uniprefill_jax.sampling import Drawn, SamplingKind, SamplingNumbers, token_logprobs
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 SMALLEST_CHUNK = 64
@@ -119,7 +119,7 @@ class Executor:
         """Drop what the device holds of a request's prefill, finished or not."""
         self._rows.pop(request.id, None)
 
-    def run(self, unit: Unit) -> jax.Array | None:
+    def run(self, unit: Unit) -> Drawn | None:
         """Dispatch one unit; the first token, not yet computed, where it ends the prefill."""
         request = unit.request
         # Only now, not when it is admitted: hidden states of prompts that wait for their turn would fill the memory.
@@ -157,10 +157,11 @@ class Executor:
             rows.kept_rows = None
         return None
 
-    def decode(self, planned: list[DecodeRow]) -> jax.Array:
+    def decode(self, planned: list[DecodeRow]) -> Drawn:
         """Dispatch one decode step of these requests; the tokens of all slots, not yet computed."""
         commands = np.full(self.config.max_running, IDLE, np.int32)
-        draws = False
+        draws = any(row.request.sampling.temperature > 0 for row in planned)
+        reports = any(row.request.logprobs is not None for row in planned)
         new_pages = None
         for row in planned:
             request = row.request
@@ -168,16 +169,16 @@ class Executor:
             # After a preemption its own tokens are fed again: the same ones, whatever rounding would make of them.
             known = fed < len(request.generated)
             commands[request.slot] = request.generated[fed] if known else GO_ON
-            draws = draws or request.sampling.temperature > 0
             for layer, _, page in row.new_pages:
                 if new_pages is None:
                     new_pages = np.full(self._no_new_pages.shape, self.config.pool_pages, np.int32)
                 new_pages[layer, request.slot] = page
-        step = self._programs.with_model(("decode", draws), partial(decode_step, draws), donate=(1, 2))
-        tokens, self.slots, self.pools = step(
+        key = ("decode", draws, reports)
+        step = self._programs.with_model(key, partial(decode_step, draws, reports), donate=(1, 2))
+        drawn, self.slots, self.pools = step(
             self.pools, self.slots, commands, self._no_new_pages if new_pages is None else new_pages
         )
-        return tokens
+        return drawn
 
     def report(self, request: Request) -> PrefillReport:
         """What a finished prefill decided; waits for the device."""
@@ -231,7 +232,7 @@ class Executor:
         if config.dropped_tokens == "discard":
             rows.all_rows = None
 
-    def _join(self, request: Request, rows: _Rows, x: jax.Array, last_row: int) -> jax.Array:
+    def _join(self, request: Request, rows: _Rows, x: jax.Array, last_row: int) -> Drawn:
         assert request.pages is not None
         joining = Joining(
             page_tables=rows.page_tables,
@@ -247,7 +248,10 @@ class Executor:
         )
         self.slots, token, rows.logits = finish(self.slots, joining, np.int32(request.slot), x, np.int32(last_row))
         rows.all_rows = rows.kept_rows = None
-        return token
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = self._programs.get(("logprobs",), token_logprobs)(rows.logits[None], token[None])
+        return Drawn(token[None], logprobs)
 
     def _note_tails(self, request: Request, rows: _Rows, buffer: RowBuffer) -> None:
         """Positions at the end of the segment that has just been opened, for its windowed layers."""

@@ -54,6 +54,7 @@ class Request:
         config, sampling: as submitted.
         shape: its prefill, for the scheduler.
         limit: most tokens it can generate.
+        logprobs: likeliest alternatives to report beside every token; None reports nothing.
         rank: (priority, order of arrival); lower goes first.
         state: see `RequestState`.
         slot: row of the decode batch while admitted.
@@ -75,6 +76,7 @@ class Request:
     shape: PrefillShape
     limit: int
     rank: tuple[int, int]
+    logprobs: int | None = None
     state: RequestState = RequestState.WAITING
     slot: int = -1
     pages: RequestPages | None = None
@@ -126,6 +128,8 @@ class Event:
         text: text that became certain with it, of a "token" event; empty where there is no tokenizer.
         finish_reason: "stop" or "length", of a "finished" event.
         kept_fraction: of a "finished" event, prompt tokens in the attention caches over those of a dense prefill.
+        logprob: log-probability of the token, of a "token" event of a request that asked for it.
+        alternatives: the likeliest tokens in its place and their log-probabilities, falling; as many as were asked for.
     """
 
     request_id: int
@@ -134,3 +138,5 @@ class Event:
     text: str = ""
     finish_reason: str = ""
     kept_fraction: float = 1.0
+    logprob: float = float("nan")
+    alternatives: tuple[tuple[int, float], ...] = ()

@@ -47,10 +47,15 @@ class StepPlan:
 
 
 class Scheduler:
-    """Requests by state, and the accounts of pages and slots."""
+    """Requests by state, and the accounts of pages and slots.
+
+    Attributes:
+        budget: most prompt tokens of one step.
+    """
 
     def __init__(self, config: EngineConfig, num_attention_layers: int):
         self.config = config
+        self.budget = config.prefill_chunk
         self.num_layers = num_attention_layers
         self.pages = PageAllocator(config.pool_pages)
         self.slots = SlotAllocator(config.max_running)
@@ -67,6 +72,10 @@ class Scheduler:
                 f"{self.config.pool_pages}; shorten the prompt ({prompt_length} tokens), lower max_tokens ({limit}) or "
                 "raise pool_pages"
             )
+
+    def longest_request(self) -> int:
+        """Most tokens, prompt and generated ones, that the whole pool holds for one request that drops nothing."""
+        return self.config.pool_pages // self.num_layers * self.config.page_size
 
     def submit(self, request: Request) -> None:
         """Queue a request; InputError where it can never fit."""
@@ -138,7 +147,7 @@ class Scheduler:
             plan.admitted.append(request)
 
     def _plan_prefill(self, plan: StepPlan) -> None:
-        budget = self.config.prefill_chunk
+        budget = self.budget
         for request in self.in_state(RequestState.PREFILLING):
             while budget and request.state is RequestState.PREFILLING and not request.awaits_drop:
                 unit = self._next_unit(request, budget)
