@@ -24,7 +24,9 @@ class SamplingKind(NamedTuple):
     @classmethod
     def of(cls, config: SamplingConfig) -> "SamplingKind":
         """The kind of a setting."""
-        return cls(config.temperature == 0.0, config.top_k > 0 or config.top_p < 1.0)
+        greedy = config.temperature == 0.0
+        # The likeliest token stays whatever else is left out.
+        return cls(greedy, not greedy and (config.top_k > 0 or config.top_p < 1.0))
 
 
 class SamplingNumbers(NamedTuple):

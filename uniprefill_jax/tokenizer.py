@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,6 +26,12 @@ _FILES = (
     _GENERATION,
 )
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how decoders spell bytes that are not yet a character
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece vocabularies spell a byte
+_SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
+# How byte-level vocabularies (GPT-2's and later ones) spell bytes: as themselves where that can be printed.
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = tuple(byte for byte in range(256) if byte not in _PRINTABLE)
+_BYTE_OF_LETTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
 Message = dict[str, str]
 
@@ -56,6 +63,23 @@ class Tokenizer:
             if token_id < 0:
                 raise InputError(f"token id {token_id} is negative; ids count from 0")
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token adds to a text, also where they are only part of a character; none beyond the
+        vocabulary.
+        """
+        piece = self._backend.convert_ids_to_tokens(int(token_id))
+        if piece is None:
+            return b""
+        text = self.decode([token_id], skip_special_tokens=False)
+        if _INCOMPLETE in text:
+            if match := _BYTE_TOKEN.fullmatch(piece):
+                return bytes([int(match[1], 16)])
+            if all(letter in _BYTE_OF_LETTER for letter in piece):
+                return bytes(_BYTE_OF_LETTER[letter] for letter in piece)
+        if piece.startswith(_SPACE_MARK) and not text.startswith(" "):
+            text = " " + text  # decoders strip the space of a text's first word
+        return text.encode()
 
     @property
     def has_chat_template(self) -> bool:

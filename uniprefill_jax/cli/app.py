@@ -10,6 +10,7 @@ from uniprefill_jax.cli.demo import demo
 from uniprefill_jax.cli.generate import generate
 from uniprefill_jax.cli.info import info
 from uniprefill_jax.cli.profile import profile
+from uniprefill_jax.cli.serve import serve
 from uniprefill_jax.errors import UniPrefillError
 
 ERROR_EXIT_CODE = 2
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS = {command.__name__: command for command in (demo, generate, convert, info, profile)}
+COMMANDS = {command.__name__: command for command in (demo, generate, serve, convert, info, profile)}
 for _command in COMMANDS.values():
     app.command()(_command)
 GROUPS = {"bench": bench}

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
 from uniprefill_jax.cache.pools import attention_layers
@@ -19,7 +20,7 @@ from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction
 from uniprefill_jax.engine.stages import prefill_stages, segment_layers
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.llm import LLM, GrowingText
-from uniprefill_jax.sampling import MAX_LOGPROBS, Drawn, TokenLogprobs
+from uniprefill_jax.sampling import MAX_LOGPROBS, Drawn
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 
@@ -209,8 +210,7 @@ class Engine:
 
     def _read(self, pending: _Pending) -> list[Event]:
         tokens = np.asarray(pending.drawn.tokens)
-        reported = pending.drawn.logprobs
-        logprobs = None if reported is None else TokenLogprobs(*map(np.asarray, reported))
+        logprobs = jax.device_get(pending.drawn.logprobs)
         events = []
         for place, request, number in pending.entries:
             # It may have ended since, or be computing tokens again that were already handed out.
@@ -220,7 +220,8 @@ class Engine:
             request.generated.append(token)
             event = Event(request.id, "token", token, text.push(token))
             if logprobs is not None and request.logprobs is not None:
-                likeliest, values = (row[place, : request.logprobs].tolist() for row in logprobs[1:])
+                likeliest = logprobs.likeliest[place, : request.logprobs].tolist()
+                values = logprobs.values[place, : request.logprobs].tolist()
                 alternatives = tuple(zip(likeliest, values, strict=True))
                 event = replace(event, logprob=float(logprobs.drawn[place]), alternatives=alternatives)
             events.append(event)

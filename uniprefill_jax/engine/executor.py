@@ -81,6 +81,7 @@ class Executor:
     Attributes:
         pools: pages and recurrent states.
         max_pages: width of page tables.
+        chunk_sizes: rows to which chunks are padded, rising.
         compiled: how many programs of the model were made so far, by any engine.
     """
 
@@ -95,7 +96,7 @@ class Executor:
         self._dtype = DTYPES[llm.dtype]
         self._programs = StepPrograms.of(llm)
         self._rows: dict[int, _Rows] = {}
-        self._chunk_sizes = _chunk_sizes(config.prefill_chunk)
+        self.chunk_sizes = _chunk_sizes(config.prefill_chunk)
         shape = (len(attention_layers(llm.config)), config.max_running)
         self._no_new_pages = jnp.full(shape, config.pool_pages, jnp.int32)
 
@@ -127,7 +128,7 @@ class Executor:
         stage = rows.stages[unit.stage]
         buffer = rows.all_rows if stage.rows == "all" else rows.kept_rows
         assert buffer is not None
-        size = next(size for size in self._chunk_sizes if size >= unit.count)
+        size = next(size for size in self.chunk_sizes if size >= unit.count)
         meaning = request.config.sliding_window
         windows = LayerPlaces(self.model).windows
         load = self._programs.get(
@@ -246,11 +247,12 @@ class Executor:
         finish = self._programs.with_model(
             ("finish", kind), partial(finish_prefill, self.model.layers[-1].kind, kind), donate=(1,)
         )
-        self.slots, token, rows.logits = finish(self.slots, joining, np.int32(request.slot), x, np.int32(last_row))
+        self.slots, token, logits = finish(self.slots, joining, np.int32(request.slot), x, np.int32(last_row))
+        rows.logits = logits
         rows.all_rows = rows.kept_rows = None
         logprobs = None
         if request.logprobs is not None:
-            logprobs = self._programs.get(("logprobs",), token_logprobs)(rows.logits[None], token[None])
+            logprobs = self._programs.get(("logprobs",), token_logprobs)(logits[None], token[None])
         return Drawn(token[None], logprobs)
 
     def _note_tails(self, request: Request, rows: _Rows, buffer: RowBuffer) -> None:
@@ -275,6 +277,14 @@ def _chunk_sizes(largest: int) -> tuple[int, ...]:
     while sizes[-1] // CHUNK_STEP >= SMALLEST_CHUNK:
         sizes.append(sizes[-1] // CHUNK_STEP)
     return tuple(sizes[::-1])
+
+
+def buffer_sizes(longest: int, page_size: int) -> tuple[int, ...]:
+    """Rows of the buffers of all prompts of up to `longest` tokens, rising."""
+    sizes = [_buffer_rows(1, page_size)]
+    while sizes[-1] < longest:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
 
 
 def _buffer_rows(length: int, page_size: int) -> int:

@@ -1,0 +1,89 @@
+"""Compile ahead what requests will need, so that the first ones do not wait for the compiler.
+
+Programs depend on the size of a prompt's row buffer, on the padded size of a chunk, and on how tokens are drawn. Short
+rehearsals go through all of these combinations, with the step's token budget set to each chunk size in turn; top_p is
+traced, so that one close to 1, at which every later stage sees as many rows as the first, stands for all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
+from uniprefill_jax.engine.engine import Engine
+from uniprefill_jax.engine.executor import buffer_sizes
+
+KEEPS_ALL = 0.9999999
+# Every kind of draw there is: greedy, from all tokens, from the likeliest ones.
+_DRAWS = (
+    SamplingConfig(max_tokens=2, ignore_eos=True),
+    SamplingConfig(max_tokens=2, ignore_eos=True, temperature=1.0),
+    SamplingConfig(max_tokens=2, ignore_eos=True, temperature=1.0, top_k=2),
+)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One request that makes the engine compile something: its prompt's length, the step's budget, and its settings."""
+
+    length: int
+    budget: int
+    config: UniPrefillConfig
+    sampling: SamplingConfig
+    logprobs: int | None
+
+
+def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[Rehearsal]:
+    """What has to be gone through for prompts of up to `longest` tokens, dense and shortened as `config` says."""
+    configs = [UniPrefillConfig.dense()]
+    if not config.is_dense:
+        configs.append(replace(config, top_p=KEEPS_ALL))
+    chunks = engine.executor.chunk_sizes
+    drawn: set[int] = set()
+    found = []
+    for rows in buffer_sizes(longest, engine.config.page_size):
+        length = min(rows // 2 + 1, longest)
+        for smaller, chunk in zip((0, *chunks), chunks, strict=False):
+            if length <= smaller:
+                continue
+            budget = min(chunk, engine.config.prefill_chunk)
+            # How the first token is drawn depends on the chunk it comes from, not on the buffer.
+            draws = _DRAWS if chunk not in drawn else _DRAWS[:1]
+            reports = (None,) if drawn else (None, 0)
+            drawn.add(chunk)
+            found += [
+                Rehearsal(length, budget, own, sampling, logprobs)
+                for own in configs
+                for sampling in draws
+                for logprobs in reports
+            ]
+    return found
+
+
+def warm_up(
+    engine: Engine,
+    config: UniPrefillConfig,
+    longest: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Compile every program that prompts of up to `longest` tokens need; None: the longest there may be.
+
+    `progress` is called with rehearsals done and in all. The engine must have no requests, and has none afterwards.
+    """
+    most = engine.most_tokens(1)
+    planned = rehearsals(engine, config, min(longest or most, most - 1))
+    budget = engine.scheduler.budget
+    try:
+        for number, rehearsal in enumerate(planned):
+            if progress is not None:
+                progress(number, len(planned))
+            engine.scheduler.budget = rehearsal.budget
+            prompt = np.arange(rehearsal.length) % engine.llm.config.vocab_size
+            engine.submit(prompt.tolist(), rehearsal.config, rehearsal.sampling, logprobs=rehearsal.logprobs)
+            while engine.has_work:
+                engine.step()
+    finally:
+        engine.scheduler.budget = budget
+    if progress is not None:
+        progress(len(planned), len(planned))
