@@ -82,6 +82,11 @@ class Tokenizer:
         return text.encode()
 
     @property
+    def longest_token(self) -> int:
+        """Most bytes that one token stands for, or more: a text of n characters has at least n / this tokens."""
+        return max(map(len, self._backend.get_vocab()))
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
         return bool(self._backend.chat_template)

@@ -59,7 +59,12 @@ def test_tracked_files_are_small():
     ("lock", "requirements"),
     [
         ("lock.txt", PROJECT["dependencies"]),
-        ("lock-dev.txt", PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]),
+        (
+            "lock-dev.txt",
+            PROJECT["dependencies"]
+            + PROJECT["optional-dependencies"]["dev"]
+            + PROJECT["optional-dependencies"]["serve"],
+        ),
     ],
 )
 def test_lock_is_in_step_with_pyproject(lock: str, requirements: list[str]):
@@ -92,6 +97,19 @@ def test_extras_and_script_are_declared():
     assert set(PROJECT["optional-dependencies"]) == {"cuda13", "tpu", "demo", "eval", "serve", "dev"}
     assert PROJECT["scripts"] == {"uniprefill": "uniprefill_jax.cli:main"}
     assert PROJECT["requires-python"] == ">=3.12"
+
+
+def test_the_base_install_needs_nothing_of_the_server():
+    """All but `uniprefill serve` works without the extra, and that says in one line what is missing."""
+    program = (
+        "import sys\n"
+        "for name in ('starlette', 'uvicorn', 'prometheus_client', 'pydantic'): sys.modules[name] = None\n"
+        "import uniprefill_jax.cli.app as app; from uniprefill_jax import Engine\n"
+        "app.main(['serve', 'smollm2-135m'])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith("error: the server needs") and "uniprefill-jax[serve]" in result.stderr
 
 
 def test_importing_the_package_adds_little_to_importing_jax():

@@ -60,6 +60,7 @@ def assert_error(answer, status: int, text: str, param: str | None = None) -> No
         (GOOD | {"prompt": [270]}, "token id 270, outside the vocabulary [0, 270)", "prompt"),
         (GOOD | {"prompt": [-1]}, "token id -1", "prompt"),
         (GOOD | {"prompt": [1] * 257}, "maximum context length is 256 tokens; prompt has 257 tokens", "prompt"),
+        (GOOD | {"prompt": "ab " * 2_000_000}, "6000000 characters, at least 461539 tokens", "prompt"),
         (GOOD | {"max_tokens": 300}, "prompt has 1 tokens and 300 are to be generated", "prompt"),
         (GOOD | {"max_tokens": 0}, "max_tokens", "max_tokens"),
         (GOOD | {"max_tokens": "9"}, "max_tokens", "max_tokens"),
@@ -85,11 +86,12 @@ def assert_error(answer, status: int, text: str, param: str | None = None) -> No
         (CHAT | {"messages": [{"role": "user", "content": None}]}, "content", "messages.0.content"),
         (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no other kind of content", None),
         (CHAT | {"messages": [{"role": "user", "content": "a" * 300}]}, "maximum context length is 256", "messages"),
+        (CHAT | {"messages": [{"role": "user", "content": "ab" * 1_000_000}]}, "2000000 characters", "messages"),
         (CHAT | {"tools": [{"type": "function"}]}, "does not support", "tools"),
         (CHAT | {"response_format": {"type": "json_object"}}, "does not support", "response_format"),
         (CHAT | {"top_logprobs": 2}, "logprobs is true", None),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_wrong_requests_are_named(server, body, text, param):
     path = "/v1/chat/completions" if isinstance(body, dict) and "messages" in body else "/v1/completions"

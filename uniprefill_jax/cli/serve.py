@@ -102,6 +102,7 @@ def serve(
     )
     try:
         from uniprefill_jax.serve.logs import configure_logging
+        from uniprefill_jax.serve.server import check_address
         from uniprefill_jax.serve.server import serve as run_server
         from uniprefill_jax.serve.settings import ServerSettings, read_api_keys
     except ModuleNotFoundError as error:
@@ -119,6 +120,7 @@ def serve(
         drain_timeout=drain_timeout,
         profile_folder=profile_folder,
     )
+    check_address(settings)
     console = Console(stderr=True)
     from uniprefill_jax.engine.engine import Engine
     from uniprefill_jax.llm import LLM
@@ -180,6 +182,9 @@ def _remembered(console: Console, engine: "Engine", config: UniPrefillConfig) ->
 
 @contextmanager
 def _progress(console: Console, text: str) -> Iterator[Callable[[int, int], None]]:
+    if not console.is_terminal:
+        yield lambda done, total: console.print(f"{text}: {done} of {total}", highlight=False)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(text, total=None)

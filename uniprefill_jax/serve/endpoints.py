@@ -151,7 +151,8 @@ async def _send_event(send: Send, content: dict[str, Any]) -> None:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    # ASCII throughout: some clients take other line separators, which JSON may hold as they are, for ends of events.
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _no_receive() -> Message:

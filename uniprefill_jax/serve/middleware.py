@@ -5,6 +5,7 @@ import logging
 import re
 import time
 import uuid
+from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +14,7 @@ from uniprefill_jax.serve.errors import ApiError
 from uniprefill_jax.serve.metrics import Metrics
 
 _logger = logging.getLogger("uniprefill_jax.serve")
+_POLLED = ("/health", "/metrics")  # asked every few seconds: logged for debugging only, unless something is wrong
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -56,7 +58,8 @@ class RequestLog:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.answered(path, int(str(record["status"])))
             record["seconds"] = round(time.monotonic() - arrived, 4)
-            _logger.info("request", extra={"fields": record})
+            is_dull = path in _POLLED and record["status"] == HTTPStatus.OK
+            _logger.log(logging.DEBUG if is_dull else logging.INFO, "request", extra={"fields": record})
 
 
 class KeyCheck:

@@ -38,6 +38,8 @@ class Preparation:
         self._engine = engine
         self._llm = engine.llm
         self._settings = settings
+        tokenizer = engine.llm.tokenizer
+        self._longest_token = 1 if tokenizer is None else tokenizer.longest_token
 
     def completion(self, body: bytes) -> Prepared:
         """A request to `/v1/completions`; ApiError where it cannot be answered."""
@@ -54,6 +56,7 @@ class Preparation:
         self._check_model(request.model)
         if self._llm.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer, so it cannot chat; use /v1/completions with token ids")
+        self._check_characters(sum(len(message.content) for message in request.messages), "messages")
         try:
             tokens = self._llm.tokenizer.apply_chat_template([message.for_template() for message in request.messages])
         except UniPrefillError as error:
@@ -67,7 +70,14 @@ class Preparation:
     def _encode(self, text: str) -> list[int]:
         if self._llm.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; use token ids", param="prompt", code="invalid_value")
+        self._check_characters(len(text), "prompt")
         return self._llm.tokenizer.encode(text)
+
+    def _check_characters(self, count: int, param: str) -> None:
+        """Refuse a text that is too long however it is tokenised: tokenising megabytes would keep others waiting."""
+        longest, least = self._engine.most_tokens(1), -(-count // self._longest_token)
+        if least > longest:
+            raise _too_long(longest, f"{param} has {count} characters, at least {least} tokens", param)
 
     def _checked(self, tokens: list[int]) -> list[int]:
         vocabulary = self._llm.config.vocab_size
@@ -118,13 +128,7 @@ class Preparation:
             raise ApiError(400, f"{param} has no tokens; a prompt needs at least one", param=param)
         if room < 1 or (wanted is not None and wanted > room):
             generated = "" if wanted is None else f" and {wanted} are to be generated"
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {longest} tokens; {param} has {length} tokens{generated}. "
-                "Shorten it or ask for fewer.",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise _too_long(longest, f"{param} has {length} tokens{generated}", param)
         return room if wanted is None else wanted
 
     def _dropping(self, asked: DroppingOptions, length: int) -> UniPrefillConfig:
@@ -135,6 +139,11 @@ class Preparation:
         if config.is_dense and asked.enabled:
             config = replace(config, drop_layers="auto", top_p=UniPrefillConfig().top_p)
         return config if asked.top_p is None or config.drop_layers == () else replace(config, top_p=asked.top_p)
+
+
+def _too_long(longest: int, found: str, param: str) -> ApiError:
+    message = f"This model's maximum context length is {longest} tokens; {found}. Shorten it or ask for fewer."
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def unknown_model(name: str, served: str) -> ApiError:

@@ -27,10 +27,17 @@ def serve(engine: Engine, settings: ServerSettings) -> None:
     """
     listening = _listen(settings)
     server, _ = _build(engine, settings)
-    host, port = listening.getsockname()[:2]
-    fields = {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}", "model": settings.model_name}
+    fields = {"url": _url(listening), "model": settings.model_name}
     _logger.info("listening", extra={"fields": fields})
-    server.run(sockets=[listening])
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:  # uvicorn hands the signal on once everything is finished
+        return
+
+
+def check_address(settings: ServerSettings) -> None:
+    """Raise InputError where `serve` could not listen, before minutes of work go into a model."""
+    _listen(settings).close()
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,6 @@ class RunningServer:
 def running_server(engine: Engine, settings: ServerSettings) -> Iterator[RunningServer]:
     """A server on a thread of its own, drained at the end."""
     listening = _listen(settings)
-    host, port = listening.getsockname()[:2]
     server, engine_thread = _build(engine, settings)
     thread = threading.Thread(target=server.run, args=([listening],), name="server", daemon=True)
     thread.start()
@@ -70,7 +76,7 @@ def running_server(engine: Engine, settings: ServerSettings) -> Iterator[Running
             if not thread.is_alive():
                 raise RuntimeError("the server ended before it had begun; see its log")
             time.sleep(0.01)
-        yield RunningServer(f"http://{host}:{port}", engine_thread, server, thread)
+        yield RunningServer(_url(listening), engine_thread, server, thread)
     finally:
         server.should_exit = True
         thread.join()
@@ -99,3 +105,8 @@ def _listen(settings: ServerSettings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise InputError(f"cannot listen on {settings.host}:{settings.port}: {error}; use another address") from None
+
+
+def _url(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
