@@ -221,3 +221,19 @@ def test_ids_beyond_the_vocabulary_have_no_text(tiny: dict[str, Tokenizer]):
 def test_negative_ids_are_refused(tiny: dict[str, Tokenizer]):
     with pytest.raises(InputError, match="token id -1 is negative"):
         tiny["bytes"].decode([-1])
+
+
+@pytest.mark.parametrize("text", ["  naïve 日本語 🙂🙃 x", "a b  c", "\tÿ\n"])
+def test_bytes_of_tokens_add_up(packaged: tuple[str, Tokenizer], text: str):
+    _, tokenizer = packaged
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert all(len(tokenizer.token_bytes(token)) <= tokenizer.longest_token for token in ids)
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 1000) == b""
+
+
+def test_bytes_of_sentencepiece_tokens(tmp_path: Path):
+    tokenizer = from_metadata(tmp_path, sentencepiece_metadata())
+    ids = tokenizer.encode("ab a é", add_special_tokens=False)
+    # This kind of tokenizer puts a space before the text.
+    assert b"".join(map(tokenizer.token_bytes, ids)) == " ab a é".encode()

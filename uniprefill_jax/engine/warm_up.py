@@ -17,9 +17,9 @@ from uniprefill_jax.engine.executor import buffer_sizes
 KEEPS_ALL = 0.9999999
 # Every kind of draw there is: greedy, from all tokens, from the likeliest ones.
 _DRAWS = (
-    SamplingConfig(max_tokens=2, ignore_eos=True),
-    SamplingConfig(max_tokens=2, ignore_eos=True, temperature=1.0),
-    SamplingConfig(max_tokens=2, ignore_eos=True, temperature=1.0, top_k=2),
+    SamplingConfig(ignore_eos=True),
+    SamplingConfig(ignore_eos=True, temperature=1.0),
+    SamplingConfig(ignore_eos=True, temperature=1.0, top_k=2),
 )
 
 
@@ -50,10 +50,11 @@ def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[R
             budget = min(chunk, engine.config.prefill_chunk)
             # How the first token is drawn depends on the chunk it comes from, not on the buffer.
             draws = _DRAWS if chunk not in drawn else _DRAWS[:1]
-            reports = (None,) if drawn else (None, 0)
+            # And decode steps depend on neither: the first of these requests go through all of them.
+            reports, tokens = ((None,), 1) if drawn else ((None, 0), 2)
             drawn.add(chunk)
             found += [
-                Rehearsal(length, budget, own, sampling, logprobs)
+                Rehearsal(length, budget, own, replace(sampling, max_tokens=tokens), logprobs)
                 for own in configs
                 for sampling in draws
                 for logprobs in reports
