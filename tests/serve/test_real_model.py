@@ -1,8 +1,13 @@
 """SmolLM2-135M behind the server, asked by OpenAI's client."""
 
+import json
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import openai
 import pytest
 
 import uniprefill_jax as up
@@ -87,3 +92,28 @@ def test_32_concurrent_requests_get_what_they_get_alone(server, api, llm):
     assert together == alone
     assert min(kept for _, kept in alone) < 0.9
     wait_until(lambda: nothing_held(server))
+
+
+def test_the_command_serves_and_drains():
+    arguments = ["--port", "0", "--max-length", "256", "--cache-tokens", "1024", "--max-running", "2"]
+    program = "from uniprefill_jax.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", NAME, *arguments, "--prefill-chunk", "128"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = (json.loads(line) for line in process.stderr if line.startswith("{"))
+        url = next(line["url"] for line in lines if line["message"] == "listening")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as api:
+            stream = iter(
+                api.completions.create(model=NAME, prompt="One, two,", temperature=0, max_tokens=60, stream=True)
+            )
+            chunks = [next(stream)]
+            process.send_signal(signal.SIGTERM)
+            chunks += stream
+        logged = list(lines)
+    assert chunks[-1].choices[0].finish_reason == "length" and "three, four" in "".join(
+        chunk.choices[0].text for chunk in chunks
+    )
+    # uvicorn hands the signal on when all is done.
+    assert process.returncode == -signal.SIGTERM
+    (request,) = [line for line in logged if line["message"] == "request"]
+    assert (request["status"], request["completion_tokens"], request["finish_reasons"]) == (200, 60, ["length"])

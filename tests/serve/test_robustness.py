@@ -163,6 +163,7 @@ def test_a_client_that_goes_away_frees_its_pages_within_a_step(monkeypatch):
 
         def counted(self):
             begun.append(None)
+            time.sleep(0.02)  # or it might have finished by itself
             return step(self)
 
         def noted_cancel(self, number):
@@ -230,7 +231,7 @@ def test_draining_has_an_end(caplog):
         server.begin_shutdown()
         with pytest.raises(openai.APIConnectionError):
             list(stream)
-        assert server.wait(30) and time.monotonic() - start < 10
+        assert server.wait(30) and time.monotonic() - start < 20
 
 
 def slow_down(server, seconds: float) -> None:
@@ -282,9 +283,8 @@ def test_requests_that_take_too_long_are_ended():
         asked = STREAM | {"stream": False}
         assert_error(ask(server, "/v1/completions", asked), 504, "longer than 1 s")
         wait_until(lambda: nothing_held(server))
-        stream = iter(api.completions.create(**STREAM))
         with pytest.raises(openai.APIError, match="longer than 1 s"):
-            list(stream)
+            list(api.completions.create(**STREAM))
         wait_until(lambda: nothing_held(server))
         # A client that never sends the body that it announced.
         address = urlsplit(server.url)
@@ -295,7 +295,7 @@ def test_requests_that_take_too_long_are_ended():
 
 def test_too_many_waiting_requests_are_turned_away():
     with tiny_server(max_waiting=3) as server:
-        slow_down(server, 0.05)
+        slow_down(server, 0.1)
         running = threading.Thread(target=ask, args=(server, "/v1/completions", GOOD | {"max_tokens": 25, "n": 3}))
         running.start()
         wait_until(lambda: server.engine.stats.running == 3)

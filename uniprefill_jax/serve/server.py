@@ -18,6 +18,8 @@ from uniprefill_jax.serve.settings import ServerSettings
 
 _logger = logging.getLogger(__name__)
 _BACKLOG = 2048
+# Longer than clients keep idle connections: one that is closed just as it is used again is an error to them.
+_KEEP_ALIVE_SECONDS = 75
 
 
 def serve(engine: Engine, settings: ServerSettings) -> None:
@@ -94,6 +96,7 @@ def _build(engine: Engine, settings: ServerSettings) -> tuple[uvicorn.Server, En
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
     )
     return uvicorn.Server(config), app.state.engine_thread
