@@ -163,7 +163,8 @@ def _warm_up(console: Console, engine: "Engine", config: UniPrefillConfig, longe
             f"{timing.dropping_seconds:.3f} s dropping",
             highlight=False,
         )
-    console.print(f"  remembered in {store_break_even(engine, config, found)}", style="dim", highlight=False, soft_wrap=True)
+    path = store_break_even(engine, config, found)
+    console.print(f"  remembered in {path}", style="dim", highlight=False, soft_wrap=True)
 
 
 def _remembered(console: Console, engine: "Engine", config: UniPrefillConfig) -> int:
