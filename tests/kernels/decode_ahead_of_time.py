@@ -41,7 +41,7 @@ def main(target: str) -> None:
     graph = llm.programs.graph
 
     def step(parameters, *arguments):
-        return decode_step(False, nnx.merge(graph, parameters), *arguments)
+        return decode_step(False, True, nnx.merge(graph, parameters), *arguments)
 
     arguments = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=device),
