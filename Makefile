@@ -10,6 +10,7 @@ SHELL := bash
 MODEL ?= smollm2-135m
 DEMO_ARGUMENTS ?=
 TEST_ARGUMENTS ?=
+TEST_PROCESSES ?= 2
 BENCH_ARGUMENTS ?=
 
 VENV := .venv
@@ -41,7 +42,7 @@ demo: $(STAMPS)/runtime $(STAMPS)/weights-$(MODEL)
 	@$(VENV)/bin/uniprefill demo --model $(MODEL) $(DEMO_ARGUMENTS)
 
 test: lint $(TEST_ENVIRONMENTS)
-	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu and not tpu" --durations=10 $(TEST_ARGUMENTS)
+	$(PYTHON_IN_VENV) -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m "not slow and not gpu and not tpu" --durations=10 $(TEST_ARGUMENTS)
 
 test-slow: $(STAMPS)/development $(TEST_ENVIRONMENTS)
 	$(PYTHON_IN_VENV) -m pytest -m "slow and not gpu and not tpu" --durations=10 $(TEST_ARGUMENTS)
