@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniprefill_jax.cache.pools import CachePools
 from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.models.attention import AttentionCache
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
@@ -19,6 +20,7 @@ from uniprefill_jax.parallel.mesh import TENSOR
 MESH_AXES: Mapping[str, str | None] = {
     "heads": TENSOR,
     "kv_heads": TENSOR,
+    "held_kv_heads": TENSOR,  # of the engine's pages: never fewer than shards
     "key_heads": TENSOR,
     "value_heads": TENSOR,
     "mlp": TENSOR,
@@ -120,10 +122,38 @@ class ShardingRules:
                 constrained[kind] = RecurrentCache(conv_state, cut(cache.recurrent_state, "value_heads", -3))
         return constrained
 
+    def pools(self) -> CachePools:
+        """Placement of the engine's pools."""
+
+        def cut(*axes: str | None) -> NamedSharding:
+            return NamedSharding(self.mesh, self.partition(*axes))
+
+        pages = cut(None, None, "held_kv_heads")
+        return CachePools(  # pyright: ignore[reportCallIssue]
+            keys=pages,
+            values=pages,
+            # The inputs of the convolution lie in key-head groups.
+            conv=cut(None, None, None, "key_heads"),
+            recurrent=cut(None, None, "value_heads"),
+        )
+
     def constrain_logits(self, logits: jax.Array) -> jax.Array:
         """Logits [B, vocab] on every shard: gathered as such, or the compiler gathers the weights of the head."""
         cut = NamedSharding(self.mesh, self.partition(None, "vocab"))
         return self.constrain_replicated(jax.lax.with_sharding_constraint(logits, cut))
+
+    def constrain_steps[Tree](self, outputs: Tree) -> Tree:
+        """What a program of the engine returns: pools as they are placed, all else on every shard."""
+
+        def is_pools(part: Any) -> bool:
+            return isinstance(part, CachePools)
+
+        def place(part: Any) -> Any:
+            if is_pools(part):
+                return jax.tree.map(jax.lax.with_sharding_constraint, part, self.pools())
+            return self.constrain_replicated(part)
+
+        return jax.tree.map(place, outputs, is_leaf=is_pools)
 
     def constrain_replicated[Tree](self, arrays: Tree) -> Tree:
         """Arrays that every shard holds whole."""
