@@ -77,20 +77,23 @@ class PrefillPlan:
         dtype: jnp.dtype,
         lengths_by: LengthsBy = "auto",
         on_mesh: bool = False,
+        platform: str | None = None,
     ) -> "PrefillPlan":
-        """The plan of a batch of prompts of these lengths on the default kind of device.
+        """The plan of a batch of prompts of these lengths on `platform` ("cpu", "gpu", "tpu"; default: where jax runs).
 
         `lengths_by` says how the work follows the number of rows that drops leave: "loops" of chunks, a "ladder" of
         static lengths, or "kernels" that leave out padding rows. "auto" is loops on CPUs, kernels for bfloat16 on one
         Hopper GPU where they take the model's shape, and the ladder elsewhere (`on_mesh`: also there).
         """
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
+        platform = platform or jax.default_backend()
         if lengths_by == "auto":
-            on_cpu = jax.default_backend() == "cpu"
-            on_kernels = not on_mesh and _kernels_take(model, dtype)
-            lengths_by = "loops" if on_cpu else "kernels" if on_kernels else "ladder"
-        cudnn = jax.default_backend() == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and num_requests == 1
+            on_kernels = not on_mesh and platform == "gpu" and _kernels_take(model, dtype)
+            lengths_by = "loops" if platform == "cpu" else "kernels" if on_kernels else "ladder"
+        cudnn = platform == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and num_requests == 1
         plain = Execution("cudnn" if cudnn else "xla", "xla", skip_padding=False)
+        if platform == "tpu" and _tpu_attention_takes(model, dtype):
+            plain = Execution("kernel", "kernel", skip_padding=False)
         return cls(
             model=model,
             config=config,
@@ -140,6 +143,17 @@ def _kernels_take(model: ModelConfig, dtype: jnp.dtype) -> bool:
     attention = attention_backend(head_dim=model.head_dim, dtype=str(jnp.dtype(dtype)))
     chosen = [product_backend(inner=inner, columns=columns, dtype=str(jnp.dtype(dtype))) for inner, columns in products]
     return {attention, *chosen} == {"mosaic_gpu"}
+
+
+def _tpu_attention_takes(model: ModelConfig, dtype: jnp.dtype) -> bool:
+    """Whether attention runs on the TPU kernel; its reference holds all scores, the plain path does not."""
+    return "mosaic_tpu" == attention_backend(
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=str(jnp.dtype(dtype)),
+        platform="tpu",
+    )
 
 
 @struct.dataclass

@@ -1,4 +1,4 @@
-"""Run as one of two processes with one device each: loads half a model, prefills, prints what was read and kept.
+"""Run as one of two processes with one device each: loads half a model, runs it, prints what was read and kept.
 
 usage: python -m tests.parallel.two_processes ADDRESS NUMBER MODEL FOLDER
 """
@@ -12,17 +12,22 @@ import numpy as np
 
 import uniprefill_jax as up
 from checkpoints_convert.safetensors_reader import SafetensorsSource
-from tests.parallel.comparison import LENGTHS, as_json, prompts_of
+from tests.parallel.comparison import LENGTHS, as_json, prompts_of, served
 from tests.parallel.models import SETTINGS
+from uniprefill_jax.parallel.processes import joined_processes
 
 
 def main(address: str, number: int, model: str, folder: str) -> None:
     """Join the other process, then load and prefill with it."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_compilation_cache", False)
-    jax.distributed.initialize(address, num_processes=2, process_id=number, initialization_timeout=60)
-    assert jax.device_count() == 2 and jax.local_device_count() == 1
+    with joined_processes(address, 2, number):
+        assert jax.device_count() == 2 and jax.local_device_count() == 1
+        load_and_run(model, folder)
+    jax.distributed.shutdown()
 
+
+def load_and_run(model: str, folder: str) -> None:
+    """Both halves of a model: a prefill, and the same prompts through an engine that each process steps alike."""
     whole_read, lock, bytes_read = SafetensorsSource.read, threading.Lock(), 0
 
     def counted(self: SafetensorsSource, *arguments) -> np.ndarray:
@@ -39,10 +44,12 @@ def main(address: str, number: int, model: str, folder: str) -> None:
     except up.ConfigError as error:
         refused = str(error)
     llm = up.LLM.load(folder, "float32", mesh=up.make_mesh(2))
-    results = llm.prefill(prompts_of(LENGTHS), up.UniPrefillConfig(**SETTINGS[model]))
+    config = up.UniPrefillConfig(**SETTINGS[model])
+    results = llm.prefill(prompts_of(LENGTHS), config)
+    tokens, reports, _ = served(llm, config)
     seen = {"bytes_read": bytes_read, "refused": refused, "results": [as_json(result) for result in results]}
+    seen |= {"tokens": tokens, "reports": [as_json(report) for report in reports]}
     print(json.dumps(seen), flush=True)
-    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

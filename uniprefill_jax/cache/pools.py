@@ -1,8 +1,8 @@
 """The arrays behind pages and slots: one pool of pages for all attention layers, one of recurrent states.
 
-All attention layers of a model have keys of one shape, so any page may serve any layer. On a mesh the pools are cut over
-KV heads and linear-attention heads; page numbers, slots and tables are the same on every shard. Slot 0 of the recurrent pool is
-a dummy: rows of a decode batch without a request read and write it, so that none needs to be told apart.
+All attention layers of a model have keys of one shape, so any page may serve any layer. Slot 0 of the recurrent pool is
+a dummy: rows of a decode batch without a request read and write it, so that none needs to be told apart. On a mesh the
+pools are cut over heads; page numbers, slots and tables are the same on every shard.
 """
 
 from dataclasses import replace

@@ -103,24 +103,29 @@ class ShardingRules:
         del path
         return NamedSharding(self.mesh, self.partition(*spec.full_axes))
 
-    def constrain_caches(self, caches: dict[str, Any]) -> dict[str, Any]:
-        """Caches by layer kind, of the prompt or of generated tokens, cut like the heads that fill them."""
+    def caches(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """Placement of caches by layer kind, of a prompt or of generated tokens: cut like the heads that fill them."""
 
-        def cut(array: jax.Array, axis: str, place: int) -> jax.Array:
+        def cut(array: jax.Array, axis: str, place: int) -> NamedSharding:
             names: list[str | None] = [None] * array.ndim
             names[place] = axis
-            return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.partition(*names)))
+            return NamedSharding(self.mesh, self.partition(*names))
 
-        constrained: dict[str, Any] = {}
+        placements: dict[str, Any] = {}
         for kind, cache in caches.items():
             if isinstance(cache, AttentionCache):
-                constrained[kind] = AttentionCache(*(cut(array, "kv_heads", -2) for array in cache))
+                placements[kind] = AttentionCache(*(cut(array, "kv_heads", -2) for array in cache))  # pyright: ignore
             else:
                 assert isinstance(cache, RecurrentCache)
                 # The inputs of the convolution lie in key-head groups.
                 conv_state = cut(cache.conv_state, "key_heads", -1)
-                constrained[kind] = RecurrentCache(conv_state, cut(cache.recurrent_state, "value_heads", -3))
-        return constrained
+                recurrent_state = cut(cache.recurrent_state, "value_heads", -3)
+                placements[kind] = RecurrentCache(conv_state, recurrent_state)  # pyright: ignore
+        return placements
+
+    def constrain_caches(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """Caches where `caches` places them."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, caches, self.caches(caches))
 
     def pools(self) -> CachePools:
         """Placement of the engine's pools."""
