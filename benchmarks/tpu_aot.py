@@ -234,16 +234,9 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['hbm_gib']:.2f}" if row["fits"] else f"{row['hbm_gib']:.2f} of {row['usable_gib']:.2f}: does not fit"
     )
     kernels = ", ".join(f"{name} {count}" for name, count in row.get("kernels", {}).items())
-    layers = f"{row['arch']} ({row['layers']} layers)"
-    return (
-        layers,
-        row["topology"],
-        f"{row['n']:,}",
-        row["phase"],
-        f"{row['compile_cpu_s']:.0f}",
-        memory,
-        kernels or "none",
-    )
+    model, phase = f"{row['arch']} ({row['layers']} layers)", row["phase"]
+    program = f"{phase}, {row['method']}" if phase == "prefill" else phase
+    return model, row["topology"], f"{row['n']:,}", program, f"{row['compile_cpu_s']:.0f}", memory, kernels or "none"
 
 
 def table_of(rows: list[dict[str, Any]]) -> Table:

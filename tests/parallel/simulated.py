@@ -64,7 +64,7 @@ AMOUNTS = {
     "quick": Work(
         meshes={"llama": [(2, 2)], "gemma": [(4, 1)], "qwen": [(8, 1)]},
         generating=[(4, 1)],
-        serving={"llama": [8], "gemma": [2], "qwen": [4]},
+        serving={"llama": [], "gemma": [8], "qwen": [4]},
         ragged={("gemma", 4): 6, ("qwen", 8): 6},
     ),
 } | {

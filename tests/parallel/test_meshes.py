@@ -86,7 +86,7 @@ def test_every_family_is_the_same_on_every_mesh(quick) -> None:
 
 def test_engines_on_a_mesh_give_the_tokens_of_one_device(quick) -> None:
     assert_engines_agree(quick)
-    assert {seen["tensor"] for seen in of(quick, "engine")} == {2, 4, 8}
+    assert [seen["tensor"] for seen in of(quick, "engine")] == [8, 4]
     assert "2 data replicas and an engine runs one" in of(quick, "engine_refused")[0]["message"]
 
 
@@ -130,7 +130,8 @@ def test_all_meshes_engines_and_300_ragged_batches(model: str) -> None:
     assert [len(of(report, check)) for check in ("mesh", "engine", "ragged")] == [7, 4, 1]
 
 
-def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path) -> None:
+@pytest.mark.parametrize("serves", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["prefill", "engine"])
+def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path, serves: bool) -> None:
     model = "llama"
     folder = write_checkpoint(tmp_path / model, model)
     single = next(seen for seen in of(quick, "single") if seen["model"] == model)
@@ -138,7 +139,7 @@ def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path) -> None
     module = [sys.executable, "-W", "error", "-m", "tests.parallel.two_processes"]
     processes = [
         subprocess.Popen(
-            [*module, address, str(number), model, str(folder)],
+            [*module, address, str(number), model, str(folder), *["engine"] * serves],
             cwd=REPOSITORY,
             env=environment(1),
             stdout=subprocess.PIPE,
@@ -158,9 +159,8 @@ def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path) -> None
         seen = json.loads(output.splitlines()[-1])
         assert seen["bytes_read"] < 0.55 * stored
         assert "data replicas on devices of several processes" in seen["refused"]
-        assert seen["tokens"] == single["tokens"]
-        for results in (seen["results"], seen["reports"]):
-            for ours, theirs in zip(results, single["results"], strict=True):
-                assert ours["kept"] == theirs["kept"], (ours["cut_margin"], theirs["cut_margin"])
-                error = np.linalg.norm(np.subtract(ours["logits"], theirs["logits"]))
-                assert error <= LOGIT_TOLERANCE * np.linalg.norm(theirs["logits"])
+        assert seen["tokens"] == (single["tokens"] if serves else None)
+        for ours, theirs in zip(seen["results"], single["results"], strict=True):
+            assert ours["kept"] == theirs["kept"], (ours["cut_margin"], theirs["cut_margin"])
+            error = np.linalg.norm(np.subtract(ours["logits"], theirs["logits"]))
+            assert error <= LOGIT_TOLERANCE * np.linalg.norm(theirs["logits"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from uniprefill_jax.cli import options
+from uniprefill_jax.cli import devices, options
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
@@ -48,6 +48,11 @@ def ttft(
         str, typer.Option(help="Also time transformers on the same device, with this interpreter (it needs PyTorch).")
     ] = "",
     json_path: options.JsonOption = None,
+    tensor_parallel_size: devices.TensorParallelOption = None,
+    distributed: devices.DistributedOption = False,
+    coordinator_address: devices.CoordinatorAddressOption = None,
+    num_processes: devices.NumProcessesOption = None,
+    process_id: devices.ProcessIdOption = None,
 ) -> None:
     """Time to the first token: dense against dropping, in turns, beside the cost model's ideal and transformers."""
     options.check_output(json_path)
@@ -61,30 +66,39 @@ def ttft(
     for value in top_ps:
         UniPrefillConfig(top_p=value)
     config = _architecture(arch, model)
-    data_type = options.resolve_dtype(dtype)
     rivals: dict[tuple[int, int], dict[str, Any]] = {}
     if compare_python:
         # Before this process takes the device's memory.
         if config is None:
             raise InputError("--compare-python measures random weights; name an --arch, not a --model")
-        rivals = _transformers(compare_python, config, cells, runs, seconds, data_type)
-    from uniprefill_jax.bench.ttft import Measurement
-    from uniprefill_jax.llm import LLM
-    from uniprefill_jax.result_file import write_result
+        if distributed:
+            raise InputError("--compare-python measures one device; leave it or --distributed out")
+        rivals = _transformers(compare_python, config, cells, runs, seconds, options.resolve_dtype(dtype))
+    with devices.open_devices(
+        tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
+    ) as where:
+        from uniprefill_jax.bench.ttft import Measurement
+        from uniprefill_jax.llm import LLM
+        from uniprefill_jax.result_file import write_result
 
-    llm = LLM.load(model, dtype=data_type) if config is None else LLM.from_config(config, dtype=data_type)
-    measurement = Measurement(
-        arch or model, tuple(top_ps), base, runs, seconds, lengths_by, _tokens(llm, text, max(cells)[0])
-    )
-    command = " ".join(["uniprefill", *sys.argv[1:]])
-    table: list[dict[str, Any]] = []
-    for length, batch in cells:
-        for row in measurement.rows(llm, length, batch):
-            row |= rivals.get((length, batch), {}) if row["method"] == "dense" else {}
-            table.append(row)
-            print(json.dumps(row), flush=True)
-        if json_path is not None:  # after every cell: a run cut short still leaves what it measured
-            write_result(json_path, command, table)
+        data_type = options.resolve_dtype(dtype)
+        if config is None:
+            llm = LLM.load(model, dtype=data_type, mesh=where.mesh)
+        else:
+            llm = LLM.from_config(config, dtype=data_type, mesh=where.mesh)
+        measurement = Measurement(
+            arch or model, tuple(top_ps), base, runs, seconds, lengths_by, _tokens(llm, text, max(cells)[0])
+        )
+        command = " ".join(["uniprefill", *sys.argv[1:]])
+        table: list[dict[str, Any]] = []
+        for length, batch in cells:
+            for row in measurement.rows(llm, length, batch):
+                row |= rivals.get((length, batch), {}) if row["method"] == "dense" else {}
+                table.append(row)
+                if where.speaks:
+                    print(json.dumps(row), flush=True)
+            if where.speaks and json_path is not None:  # after every cell: a run cut short leaves what it measured
+                write_result(json_path, command, table)
 
 
 def _cells(lengths: str, batches: str) -> list[tuple[int, int]]:

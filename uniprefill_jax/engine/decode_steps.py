@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
@@ -69,10 +70,10 @@ class Joining:
     """One request's column of `DecodeSlots`."""
 
     page_tables: Int32[Array, "attention_layers max_pages"]
-    kept: Int32[Array, " attention_layers"]
-    prompt_length: Int32[Array, ""]
+    kept: Int32[Array | np.ndarray, " attention_layers"]
+    prompt_length: Int32[Array, ""] | np.int32
     tails: Int32[Array, "window_layers window"]
-    window_counts_kept: Bool[Array, ""]
+    window_counts_kept: Bool[Array, ""] | np.bool_
     numbers: SamplingNumbers
 
 

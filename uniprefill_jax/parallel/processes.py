@@ -68,6 +68,8 @@ def joined_processes(
     watch.daemon = True
     watch.start()
     try:
+        # Or the runtime catches SIGTERM, and the process lives on when it is told to end.
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             coordinator_address,
             num_processes,

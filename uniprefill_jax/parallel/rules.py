@@ -134,13 +134,14 @@ class ShardingRules:
             return NamedSharding(self.mesh, self.partition(*axes))
 
         pages = cut(None, None, "held_kv_heads")
-        return CachePools(  # pyright: ignore[reportCallIssue]
+        placements = dict(
             keys=pages,
             values=pages,
             # The inputs of the convolution lie in key-head groups.
             conv=cut(None, None, None, "key_heads"),
             recurrent=cut(None, None, "value_heads"),
         )
+        return CachePools(**placements)  # pyright: ignore[reportArgumentType]
 
     def constrain_logits(self, logits: jax.Array) -> jax.Array:
         """Logits [B, vocab] on every shard: gathered as such, or the compiler gathers the weights of the head."""
