@@ -89,7 +89,8 @@ def compare_meshes(work: Work, load: Load) -> None:
         single = load(name, None)
         prompts = prompts_of(LENGTHS)
         expected = single.prefill(prompts, config)
-        tokens = generated(single, prompts, config)
+        wanted = work.serving[name] or set(meshes) & set(work.generating)
+        tokens = generated(single, prompts, config) if wanted else None
         report("single", model=name, results=[as_json(result) for result in expected], tokens=tokens)
         dropped = [len(prompts[0]) - len(kept) for kept in expected[0].kept_positions.values()]
         for tensor, data in meshes:
@@ -123,7 +124,7 @@ def serve(
     llm: up.LLM,
     config: up.UniPrefillConfig,
     expected: list[up.PrefillResult],
-    tokens: list[list[int]],
+    tokens: list[list[int]] | None,
 ) -> None:
     """The same prompts through an engine: chunks of one between decode steps of others."""
     streams, reports, engine = served(llm, config)

@@ -132,7 +132,7 @@ def test_all_meshes_engines_and_300_ragged_batches(model: str) -> None:
 
 @pytest.mark.parametrize("serves", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["prefill", "engine"])
 def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path, serves: bool) -> None:
-    model = "llama"
+    model = "gemma" if serves else "llama"
     folder = write_checkpoint(tmp_path / model, model)
     single = next(seen for seen in of(quick, "single") if seen["model"] == model)
     address = free_address()

@@ -16,7 +16,7 @@ from tests.kernels.test_ahead_of_time import REPOSITORY, compiler_python
         # Two layers, so that tokens are dropped between them.
         pytest.param(
             ["--only=llama-3.1-8b", "--topology=v5e:2x4", "--layers=2", "--lengths=320"],
-            {"block_score", "top_p_select"},
+            {"block_score", "top_p_select", "causal_attention"},
             marks=pytest.mark.slow,
         ),
     ],
