@@ -1,6 +1,7 @@
 """Fixtures shared by the tests: the oracle (transformers in its own interpreter) and the models both sides load."""
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 # The same examples every time: a test that fails here fails everywhere.
@@ -21,6 +23,7 @@ PUBLISHED_CONFIGS = Path(__file__).parent / "data" / "published_configs.json"
 
 # Lengths 0, 1 and 63 mod 64, beyond Gemma's window of 512. Neither model's RoPE has a knee.
 REAL_LENGTHS = {"smollm2-135m": (640, 1025, 2623), "gemma-3-270m": (640, 705, 1087)}
+DONE = "done"
 ORACLE_FIXTURES = ("oracle_small", "oracle_rotary", "oracle_real")
 
 
@@ -30,9 +33,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note what the selected tests need, so that one oracle process computes it all: its imports are slow."""
+    """Note what the selected tests need, so that one oracle process computes it all; keep folders in one process."""
     names = {name for item in items for name in getattr(item, "fixturenames", ())}
     config.stash[_NEEDED] = {name for name in ORACLE_FIXTURES if name in names}
+    if config.pluginmanager.hasplugin("xdist"):
+        # Tests of one folder share models and compiled programs, and interpreted kernels leave no core to each other.
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(item.path.parent.name))
 
 
 _NEEDED = pytest.StashKey[set[str]]()
@@ -47,7 +54,18 @@ def oracle_output(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPath
             f"the parity oracle {python} is missing: `make test` makes it; --oracle-python names another", pytrace=False
         )
     needed = pytestconfig.stash[_NEEDED]
-    output = tmp_path_factory.mktemp("oracle")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # which the processes of a run share
+    output = folder / "oracle"
+    with FileLock(folder / "oracle.lock"):
+        if not (output / DONE).exists():
+            _run_oracle(python, output, needed)
+    return output
+
+
+def _run_oracle(python: Path, output: Path, needed: set[str]) -> None:
+    output.mkdir()
     jobs: dict[str, object] = {"output": str(output)}
     if "oracle_small" in needed:
         from tests.oracle.small_models import SMALL_MODELS
@@ -63,7 +81,7 @@ def oracle_output(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPath
     if done.returncode:
         pytest.fail(f"the oracle failed ({' '.join(command)}):\n{done.stderr[-4000:]}", pytrace=False)
     print("\n" + "\n".join(line for line in done.stderr.splitlines() if line.startswith("oracle:")))
-    return output
+    (output / DONE).touch()
 
 
 def _real_job(name: str) -> dict[str, object]:

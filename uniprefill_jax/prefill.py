@@ -109,6 +109,10 @@ class PrefillPlan:
 
     def flops(self, positions: Sequence[np.ndarray]) -> float:
         """Operations of one request by the cost model, from the original positions of its tokens in every segment."""
+        return sum(self.flops_by_step(positions).values())
+
+    def flops_by_step(self, positions: Sequence[np.ndarray]) -> dict[str, float]:
+        """`flops`, by the names that the steps have in a trace."""
         # A layer's feed-forward follows the layer's own drop, and the last one runs for one token.
         after = [sum(drop <= layer for drop in self.drop_layers) for layer in range(self.model.num_layers)]
         window = min(self.config.window_tokens, len(positions[0]))

@@ -1,18 +1,44 @@
 """Decode attention over pages: the entry point that picks a backend."""
 
-from typing import Literal
-
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.paged_attention import gpu, tpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.platform import Backend, Kernels, kernels_of
 
-Backend = Literal["auto", "reference"]
+_BACKENDS = {
+    "reference": paged_attention_reference,
+    "mosaic_gpu": gpu.paged_attention_mosaic_gpu,
+    "mosaic_tpu": tpu.paged_attention_mosaic_tpu,
+}
+
+
+def choose_backend(
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    page: int = 64,
+    dtype: str = "bfloat16",
+    platform: str | None = None,
+) -> Kernels:
+    """Name the backend that `backend="auto"` takes for these shapes on `platform` (default: what jax runs on).
+
+    The kernel wherever the machine has one that takes the shape, else the reference.
+    """
+    backend = kernels_of(platform)
+    if backend == "reference":
+        return backend
+    unsupported = gpu.unsupported if backend == "mosaic_gpu" else tpu.unsupported
+    return backend if unsupported(heads, kv_heads, head_dim, page, jnp.dtype(dtype)) is None else "reference"
 
 
 def paged_attention(
     queries: Float[Array, "B H d"],
-    key_pages: Float[Array, "P page KV d"],
-    value_pages: Float[Array, "P page KV d"],
+    key_pages: Float[Array, "P KV page d"],
+    value_pages: Float[Array, "P KV page d"],
     page_table: Int32[Array, "B max_pages"],
     lengths: Int32[Array, " B"],
     first_visible: Int32[Array, " B"],
@@ -23,41 +49,54 @@ def paged_attention(
     """softmax(scale * q k^T) v of one query per request over its rows [first_visible, length).
 
     Row i of request r lies in page ``page_table[r, i // page]`` at place ``i % page``; query head h reads KV head
-    ``h // (H / KV)``.
+    ``h // (H / KV)``. All of it is traced: lengths, windows and tables never recompile.
 
     Args:
         queries: one row per request, after norms and rotary embedding.
         key_pages, value_pages: all pages of the pool; rows that no request sees are ignored, whatever they hold.
         page_table: page numbers; entries that hold no visible row are ignored, whatever they hold.
-        lengths: rows of each request; 0 for an empty slot, whose output is 0.
+        lengths: rows of each request; 0 for an empty slot.
         first_visible: first row that each request's query sees: 0, or the start of its sliding window.
         scale: factor on ``q . k`` before the softmax.
-        backend: "auto" takes the reference, the only backend so far; one that is named is used or refused.
+        backend: "auto" is `choose_backend`; a backend that is named is used or refused, never replaced.
 
     Returns:
-        Outputs in the dtype of the queries; scores and softmax statistics are float32.
+        Outputs in the dtype of the queries, 0 for a request that sees no row; scores and softmax statistics are
+        float32.
 
     Raises:
-        ValueError: shapes that do not fit together, or an unknown backend.
+        ValueError: shapes that do not fit together, or that the named backend cannot take.
     """
     _check(queries, key_pages, value_pages, page_table, lengths, first_visible)
-    if backend not in ("auto", "reference"):
-        raise ValueError(f"paged_attention: backend is {backend!r}; use 'auto' or 'reference'")
-    return paged_attention_reference(queries, key_pages, value_pages, page_table, lengths, first_visible, scale=scale)
+    chosen = backend
+    if backend == "auto":
+        _, kv_heads, page, head_dim = key_pages.shape
+        chosen = choose_backend(
+            heads=queries.shape[1], kv_heads=kv_heads, head_dim=head_dim, page=page, dtype=str(key_pages.dtype)
+        )
+    if chosen not in _BACKENDS:
+        raise ValueError(f"paged_attention: backend is {backend!r}; use 'auto', {', '.join(map(repr, _BACKENDS))}")
+    with jax.named_scope("paged_attention"):
+        return _BACKENDS[chosen](queries, key_pages, value_pages, page_table, lengths, first_visible, scale=scale)
 
 
 def _check(queries, key_pages, value_pages, page_table, lengths, first_visible) -> None:
     if queries.ndim != 3 or key_pages.ndim != 4 or key_pages.shape != value_pages.shape or page_table.ndim != 2:
         raise ValueError(
-            "paged_attention: needs queries [B, H, d], key_pages and value_pages [P, page, KV, d] and page_table "
+            "paged_attention: needs queries [B, H, d], key_pages and value_pages [P, KV, page, d] and page_table "
             f"[B, max_pages]; got {queries.shape}, {key_pages.shape}, {value_pages.shape} and {page_table.shape}"
         )
     batch, heads, head_dim = queries.shape
-    kv_heads = key_pages.shape[2]
+    kv_heads = key_pages.shape[1]
     if key_pages.shape[3] != head_dim or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
             f"paged_attention: queries {queries.shape} and key_pages {key_pages.shape} do not fit; head sizes must "
             "agree and query heads be a multiple of key heads"
+        )
+    if queries.dtype != key_pages.dtype or key_pages.dtype != value_pages.dtype:
+        raise ValueError(
+            f"paged_attention: queries are {queries.dtype}, key_pages {key_pages.dtype} and value_pages "
+            f"{value_pages.dtype}; all must have one dtype"
         )
     if page_table.shape[0] != batch or lengths.shape != (batch,) or first_visible.shape != (batch,):
         raise ValueError(

@@ -11,8 +11,8 @@ MASKED = -1e30
 
 def paged_attention_reference(
     queries: Float[Array, "B H d"],
-    key_pages: Float[Array, "P page KV d"],
-    value_pages: Float[Array, "P page KV d"],
+    key_pages: Float[Array, "P KV page d"],
+    value_pages: Float[Array, "P KV page d"],
     page_table: Int32[Array, "B max_pages"],
     lengths: Int32[Array, " B"],
     first_visible: Int32[Array, " B"],
@@ -25,7 +25,7 @@ def paged_attention_reference(
     softmax: the work follows the real lengths, and nothing larger than one tile per request is gathered at a time.
     """
     batch, heads, head_dim = queries.shape
-    num_pages, page, kv_heads, _ = key_pages.shape
+    num_pages, kv_heads, page, _ = key_pages.shape
     tile_pages = min(max(TILE_ROWS // page, 1), page_table.shape[1])
     tile = tile_pages * page
     spare = -page_table.shape[1] % tile_pages
@@ -40,7 +40,8 @@ def paged_attention_reference(
         visible = (row >= first_visible[:, None]) & (row < lengths[:, None])
 
         def gather(pages: Array) -> Array:
-            taken = pages.at[ids].get(mode="fill", fill_value=0).reshape(batch, tile, kv_heads, head_dim)
+            taken = pages.at[ids].get(mode="fill", fill_value=0)
+            taken = taken.swapaxes(2, 3).reshape(batch, tile, kv_heads, head_dim)
             # Rows that nobody sees may hold NaN, and 0 * NaN is NaN: the values go, not only their weights.
             return jnp.where(visible[:, :, None, None], taken, 0)
 

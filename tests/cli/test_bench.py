@@ -1,10 +1,12 @@
-"""`uniprefill bench ttft`: its rows hold together, and transformers is timed on the same shapes."""
+"""`uniprefill bench`: the rows hold together, and transformers is timed on the same shapes."""
 
 import json
 
+import numpy as np
 import pytest
 
 from tests.conftest import ORACLE_PYTHON
+from uniprefill_jax.bench.throughput import Load
 from uniprefill_jax.cli import main
 
 
@@ -38,9 +40,47 @@ def test_ttft(tmp_path, capsys):
         ("--arch llama-tiny --lengths 0", "length 0 with batch 1"),
         ("--arch llama-tiny --top-p 2", "top_p is 2.0"),
         ("--model smollm2-135m --compare-python python3", "name an --arch"),
+        ("throughput --arch llama-tiny --goodput tpt:3", "--goodput names 'tpt'"),
+        ("throughput --arch llama-tiny --interference 3:4", "use RUNNING:SHORT:LONG"),
+        ("throughput --arch llama-tiny --request-rate 0", "--request-rate 0.0"),
     ],
 )
 def test_wrong_options(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "ttft", *words.split()])
+        main(["bench", *([] if words.startswith("throughput") else ["ttft"]), *words.split()])
     assert message in capsys.readouterr().err
+
+
+def test_throughput(tmp_path):
+    path = tmp_path / "throughput.json"
+    words = (
+        "bench throughput --arch llama-tiny --lengths 300 --batches 3 --output-len 3 --top-p 0.5 --prefill-chunk 256 "
+        "--max-running 3 --pool-gib 0.01 --interference 2:64:400 --goodput ttft:1e9,tpot:0 --dtype float32 --json"
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), str(path)])
+    dense, dropping, disturbed, _ = json.loads(path.read_text())["rows"]
+    assert [dense["method"], dropping["method"]] == ["dense", "top_p=0.5"]
+    assert dense["kept_fraction"] == 1.0 > dropping["kept_fraction"]
+    # 16 layers, 3 requests, pages of 64 tokens.
+    assert dense["pages"] == 16 * 3 * 5 > dropping["pages"]
+    assert dense["gain"] == 1.0 and dropping["gain"] == pytest.approx(
+        dropping["tokens_per_s"] / dense["tokens_per_s"], rel=1e-3
+    )
+    for row in (dense, dropping):
+        assert row["request_goodput"] == 0.0, "no token comes after no time at all"
+        assert row["median_ttft_ms"] <= row["p99_ttft_ms"] <= row["p99_e2el_ms"]
+        assert row["output_throughput"] == pytest.approx(3 * row["request_throughput"], rel=1e-2)
+        assert 0 < row["host_share"] <= 1.5
+    assert disturbed["p99_itl_busy_ms"] >= disturbed["median_itl_busy_ms"] > 0
+    assert disturbed["tokens_meanwhile"] >= 2 and disturbed["long_ttft_ms"] > 0
+
+
+def test_arrivals_follow_the_rate():
+    load = Load(num_prompts=4000, input_len=4, range_ratio=0.5, request_rate=50.0, burstiness=4.0)
+    arrivals = load.draw(vocab_size=10)
+    gaps = np.diff([arrival.at for arrival in arrivals])
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.05)
+    assert gaps.std() == pytest.approx(gaps.mean() / 2, rel=0.1), "burstiness 4 halves the spread of a Poisson process"
+    assert {len(arrival.prompt) for arrival in arrivals} == {2, 3, 4, 5, 6}
+    assert load.draw(vocab_size=10)[7] == arrivals[7], "the same requests for every method"

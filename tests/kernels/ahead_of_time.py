@@ -27,6 +27,10 @@ from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule import shapes as delta_shapes
 from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import shapes as paged_shapes
+from pallas_kernels.row_norms import add_rows, norm_rows
+from pallas_kernels.row_norms import shapes as row_shapes
 from pallas_kernels.top_p_select import shapes as select_shapes
 from pallas_kernels.top_p_select import top_p_select
 
@@ -52,6 +56,14 @@ def programs(every_shape: bool):
         queries = ((shape.batch, shape.window, heads, head_dim), "bfloat16")
         keys = ((shape.rows, kv_heads, head_dim), "bfloat16")
         yield f"block_score {shape}", score, (queries, keys, ((shape.batch + 1,), "int32"))
+    for width in row_shapes.WIDTHS if every_shape else row_shapes.WIDTHS[:1]:
+
+        def normed_sum(backend, x, delta, weight, count):
+            added = add_rows(x, delta, count, weight=weight, eps=1e-6, zero_centred=True, backend=backend)
+            return norm_rows(add_rows(added, x, count, backend=backend), weight, count, eps=1e-6, backend=backend)
+
+        row = ((row_shapes.ROWS, width), "bfloat16")
+        yield f"row_norms {width}", normed_sum, (row, row, ((width,), "bfloat16"), ((), "int32"))
     for shape in (*select_shapes.SHAPES, select_shapes.LARGEST) if every_shape else select_shapes.DISTINCT_SHAPES:
         for cut in ("crossing", "below") if every_shape else ("crossing",):
 
@@ -111,19 +123,34 @@ def programs(every_shape: bool):
         rows = ((shape.rows, shape.inner), "bfloat16")
         weights = [((shape.stacked, shape.inner, shape.columns), "bfloat16")] * (1 + shape.gated)
         yield f"grouped_matmul {shape}", group, (rows, ((shape.groups,), "int32"), ((), "int32"), *weights)
+    for shape in getattr(paged_shapes, which):
+        heads, kv_heads, head_dim = shape.heads
+
+        def decode(backend, *arrays, head_dim=head_dim):
+            return paged_attention(*arrays, scale=head_dim**-0.5, backend=backend)
+
+        queries = ((shape.batch, heads, head_dim), "bfloat16")
+        pages = ((shape.num_pages, kv_heads, shape.page, head_dim), "bfloat16")
+        table, lengths = ((shape.batch, shape.max_pages), "int32"), ((shape.batch,), "int32")
+        yield f"paged_attention {shape}", decode, (queries, pages, pages, table, lengths, lengths)
+
+
+def device_of(target: str):
+    """A device of the target that is not there, its platform, and the kernels' backend for it."""
+    if target == "sm_90a":
+        description = Path(__file__).with_name("h200_target.txtpb").read_text()
+        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=description)
+        return SingleDeviceSharding(topology.devices[0]), "cuda", "mosaic_gpu"
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
+    return SingleDeviceSharding(topology.devices[0]), "tpu", "mosaic_tpu"
 
 
 def main(target: str, every_shape: bool) -> None:
     """Compile all programs for `target`; the first that does not compile raises."""
-    if target == "sm_90a":
-        description = Path(__file__).with_name("h200_target.txtpb").read_text()
-        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=description)
-        platform, backend = "cuda", "mosaic_gpu"
-    else:
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=target)
-        platform, backend = "tpu", "mosaic_tpu"
-    device = SingleDeviceSharding(topology.devices[0])
+    device, platform, backend = device_of(target)
     for name, function, arguments in programs(every_shape):
+        if platform == "tpu" and name.startswith("row_norms"):
+            continue  # there is no such kernel for TPUs, and no need of one
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device) for shape, dtype in arguments]
         traced = jax.jit(lambda *a, function=function: function(backend, *a)).trace(*shapes)
         program = traced.lower(lowering_platforms=(platform,)).compile()

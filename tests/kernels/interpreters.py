@@ -30,3 +30,21 @@ def ragged_batch(random, lengths, *, heads, kv_heads, head_dim, window, padding,
     for request, length in enumerate(lengths):
         queries[request, : max(0, window - length)] = np.nan
     return queries, keys, cu_seqlens
+
+
+def paged_batch(random, lengths, first_visible, *, heads, kv_heads, head_dim, page, dtype):
+    """Queries, pools, page table, lengths and first rows; NaN in every row, and no page in every entry, that is not
+    seen. Tables are wider than any request and pools larger than all of them."""
+    visible = [range(first // page, -(-length // page)) for first, length in zip(first_visible, lengths, strict=True)]
+    num_pages = sum(map(len, visible)) + 2
+    free = iter(random.permutation(num_pages))
+    table = np.full((len(lengths), -(-max(*lengths, 1) // page) + 1), np.iinfo(np.int32).max, np.int32)
+    pools = [np.full((num_pages, kv_heads, page, head_dim), np.nan, dtype) for _ in range(2)]
+    for request, columns in enumerate(visible):
+        for column in columns:
+            table[request, column] = own = next(free)
+            rows = slice(max(first_visible[request] - column * page, 0), min(lengths[request] - column * page, page))
+            for pool in pools:
+                pool[own, :, rows] = random.normal(size=pool[own, :, rows].shape)
+    queries = (2 * random.normal(size=(len(lengths), heads, head_dim))).astype(dtype)
+    return queries, *pools, table, np.array(lengths, np.int32), np.array(first_visible, np.int32)

@@ -89,3 +89,23 @@ def gated_delta_rule(queries, keys, values, log_decay, strength, cu_seqlens, ini
             state += np.einsum("hk,hv,h->hkv", keys[row], error, np.asarray(strength[row], np.float64))
             outputs[row] = np.einsum("hkv,hk->hv", state, queries[row])
     return outputs, states
+
+
+def paged_attention(queries, key_pages, value_pages, page_table, lengths, first_visible, scale):
+    """Attention of one query per request over the rows [first_visible, length) of its pages, float64."""
+    outputs = np.zeros(queries.shape)
+    kv_heads, page = key_pages.shape[1:3]
+    for r in range(len(queries)):
+        rows = np.arange(max(first_visible[r], 0), lengths[r])
+        if not len(rows):
+            continue
+        # [KV, rows, d]
+        keys, values = (
+            np.asarray(pages[page_table[r, rows // page], :, rows % page], np.float64).swapaxes(0, 1)
+            for pages in (key_pages, value_pages)
+        )
+        grouped = np.asarray(queries[r], np.float64).reshape(kv_heads, -1, queries.shape[2])
+        scores = scale * grouped @ keys.swapaxes(1, 2)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        outputs[r] = (weights / weights.sum(-1, keepdims=True) @ values).reshape(outputs[r].shape)
+    return outputs

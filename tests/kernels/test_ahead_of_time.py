@@ -27,13 +27,20 @@ def compiler_python(kind: str) -> str:
     return sys.executable
 
 
-def compile_all(kind: str, target: str, *options: str) -> None:
-    command = [compiler_python(kind), "-m", "tests.kernels.ahead_of_time", target, *options]
+def run(kind: str, module: str, *arguments: str) -> str:
+    """Standard output of a module of the tests, run where the compiler for `kind` is."""
+    command = [compiler_python(kind), "-m", f"tests.kernels.{module}", *arguments]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=dict(os.environ, JAX_PLATFORMS="cpu"), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.count("compiled block_score") >= 3
+    return done.stdout
+
+
+def compile_all(kind: str, target: str, *options: str) -> None:
+    compiled = run(kind, "ahead_of_time", target, *options)
+    for operation in ("block_score", "paged_attention"):
+        assert compiled.count(f"compiled {operation}") >= 3
 
 
 def test_kernels_compile_for_h200():
@@ -56,3 +63,10 @@ def test_every_shape_compiles_for_h200():
 @pytest.mark.parametrize("target", TPUS)
 def test_every_shape_compiles_for_tpu(target):
     compile_all("tpu", target, "--all")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "target"), [("gpu", "sm_90a"), *(("tpu", target) for target in TPUS)])
+def test_decode_steps_hold_no_copy_of_the_pool(kind, target):
+    pool, temporary = map(int, run(kind, "decode_ahead_of_time", target).split()[-2:])
+    assert temporary < pool / 10

@@ -9,9 +9,12 @@ from pallas_kernels.block_score import block_score, shapes
 from pallas_kernels.compact_rows import compact_rows
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.platform import kernels_of
+from pallas_kernels.row_norms import add_rows, norm_rows
+from pallas_kernels.row_norms import shapes as row_shapes
 from pallas_kernels.top_p_select import top_p_select
 from tests.kernels import oracle
 from tests.kernels.interpreters import ragged_batch
+from tests.kernels.test_row_norms import exact_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -126,3 +129,28 @@ def test_gated_delta_rule(lengths, heads, decay):
     again = run(*arrays, cu, state)
     np.testing.assert_array_equal(np.asarray(outputs, np.float32), np.asarray(again[0], np.float32))
     np.testing.assert_array_equal(states, again[1])
+
+
+@pytest.mark.parametrize("width", row_shapes.WIDTHS)
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_row_norms(width, zero_centred):
+    random = np.random.default_rng(width)
+    x, delta = (random.normal(size=(5000, width)).astype(jnp.bfloat16) for _ in range(2))
+    weight = random.normal(size=width).astype(jnp.bfloat16)
+    settings = {"eps": 1e-6, "zero_centred": zero_centred, "backend": "mosaic_gpu"}
+    for count in (5000, 3001, 1):
+        for array in (x, delta):
+            array[count:] = np.nan
+        results = jax.jit(
+            lambda x, d, w, c: (
+                norm_rows(x, w, c, **settings),
+                add_rows(x, d, c, backend="mosaic_gpu"),
+                add_rows(x, d, c, weight=w, **settings),
+            )
+        )(x, delta, weight, count)
+        # Against float64: XLA leaves out roundings to bfloat16 that the reference asks for.
+        one, other = x[:count].astype(np.float64), delta[:count].astype(np.float64)
+        normed, normed_delta = (exact_norm(rows, weight, 1e-6, zero_centred) for rows in (one, other))
+        for found, expected in zip(results, (normed, one + other, one + normed_delta), strict=True):
+            error = np.linalg.norm(np.asarray(found[:count], np.float64) - expected) / np.linalg.norm(expected)
+            assert error < 4e-3

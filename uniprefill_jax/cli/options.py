@@ -1,7 +1,7 @@
 """Options that several commands share, with their help, and the objects made from them."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -80,6 +80,21 @@ def numbers[Number: (int, float)](option: str, text: str, kind: type[Number]) ->
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"{option} is {text!r}; use numbers separated by commas") from None
+
+
+def architecture(arch: str, model: str) -> dict[str, Any] | None:
+    """The config.json contents of `arch`; None where a model with weights is named.
+
+    Raises:
+        InputError: both or neither are named, or an unknown architecture is.
+    """
+    from uniprefill_jax.bench.architectures import ARCHITECTURES
+
+    if bool(arch) == bool(model):
+        raise InputError("name either --arch or --model")
+    if arch and arch not in ARCHITECTURES:
+        raise InputError(f"--arch is {arch!r}; use one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[arch] if arch else None
 
 
 def resolve_dtype(choice: DataType) -> Literal["float32", "bfloat16"]:

@@ -12,8 +12,8 @@ MASKED = -1e30
 
 def chunk_attention(
     queries: Float[Array, "C H d"],
-    key_pages: Float[Array, "P page KV d"],
-    value_pages: Float[Array, "P page KV d"],
+    key_pages: Float[Array, "P KV page d"],
+    value_pages: Float[Array, "P KV page d"],
     page_table: Int32[Array, " max_pages"],
     first_visible: Int32[Array, " C"],
     last_visible: Int32[Array, " C"],
@@ -28,7 +28,7 @@ def chunk_attention(
     statistics are float32, the result has the dtype of the queries.
     """
     num_rows, heads, head_dim = queries.shape
-    num_pages, page, kv_heads, _ = key_pages.shape
+    num_pages, kv_heads, page, _ = key_pages.shape
     group = heads // kv_heads
     tile_pages = max(KEY_TILE // page, 1)
     key_tile = tile_pages * page
@@ -52,7 +52,8 @@ def chunk_attention(
             real = (row <= last.max())[:, None, None]
 
             def gather(pages: Array) -> Array:
-                taken = pages.at[ids].get(mode="fill", fill_value=0).reshape(key_tile, kv_heads, head_dim)
+                taken = pages.at[ids].get(mode="fill", fill_value=0)
+                taken = taken.swapaxes(1, 2).reshape(key_tile, kv_heads, head_dim)
                 # Rows past the last visible one may hold NaN, and 0 * NaN is NaN.
                 return jnp.where(real, taken, 0)
 

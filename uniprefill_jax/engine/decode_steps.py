@@ -164,7 +164,7 @@ def decode_step(
     in_stack, in_pool = places.in_stack(), places.in_pool()
     windowed = window_layers(config)
     in_tails = jnp.asarray([windowed.index(n) if n in windowed else 0 for n in range(config.num_layers)], jnp.int32)
-    num_slots, page = commands.shape[0], pools.keys.shape[1]
+    num_slots, page = commands.shape[0], pools.keys.shape[2]
     runs = commands != IDLE
     used = slots.kept + slots.decoded  # rows before the new one
     rows = jnp.arange(num_slots)

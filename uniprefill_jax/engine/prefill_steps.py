@@ -26,7 +26,7 @@ from uniprefill_jax.models.gated_delta_net import RecurrentCache
 from uniprefill_jax.models.layer_loop import index_table, loop_layers, loop_run
 from uniprefill_jax.models.rope import rope_table
 from uniprefill_jax.parallel.mesh import TENSOR
-from uniprefill_jax.parallel.shards import over_heads
+from uniprefill_jax.parallel.shards import per_shard
 from uniprefill_jax.sparsify.drop import DropInputs, choose_tokens, compact
 
 # Position of rows that hold no token: behind all that do, so that positions always rise.
@@ -225,9 +225,9 @@ def drop_rows(
     memory: Float[Array, ""],
 ) -> DropOutcome:
     """One drop: `length` rows of the buffer are scored by their last queries, and those that stay move to its front."""
-    num_rows, page = buffer.positions.shape[0], pools.keys.shape[1]
+    num_rows, page = buffer.positions.shape[0], pools.keys.shape[2]
     keys = pools.keys.at[page_table[: num_rows // page]].get(mode="fill", fill_value=0)
-    keys = keys.reshape(-1, *keys.shape[2:])
+    keys = keys.swapaxes(1, 2).reshape(-1, keys.shape[1], keys.shape[3])
     if keys.shape[0] < num_rows:
         keys = jnp.pad(keys, ((0, num_rows - keys.shape[0]), (0, 0), (0, 0)))
     drop = choose_tokens(
@@ -258,15 +258,20 @@ class RowPlaces(NamedTuple):
     rows: Int32[Array, " T"]
     real: Bool[Array, " T"]
 
-    def write(self, pages: Float[Array, "P page heads d"], new: Float[Array, "T heads d"]) -> Array:
+    def write(self, pages: Float[Array, "P heads page d"], new: Float[Array, "T heads d"]) -> Array:
         """The pages with the new rows in them."""
-        num_pages, page = pages.shape[:2]
+        num_pages, heads, page, head_dim = pages.shape
         column = jnp.where(self.real, self.rows // page, NOWHERE)
         if self.page_table.ndim == 1:
             ids = self.page_table.at[column].get(mode="fill", fill_value=num_pages)
         else:
             ids = self.page_table.at[jnp.arange(self.rows.shape[0]), column].get(mode="fill", fill_value=num_pages)
-        return pages.at[ids, self.rows % page].set(new.astype(pages.dtype), mode="drop")
+        places = (ids[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * page + (self.rows % page)[:, None]
+        places = jnp.where((ids < num_pages)[:, None], places, NOWHERE).reshape(-1)
+        # By rows of one key head: a TPU would keep the pool in another order for updates that span the heads of a row,
+        # and copy all of it to and fro in every layer.
+        updates = new.astype(pages.dtype).reshape(-1, head_dim)
+        return pages.reshape(-1, head_dim).at[places].set(updates, mode="drop").reshape(pages.shape)
 
 
 def write_and_attend(
@@ -282,7 +287,7 @@ def write_and_attend(
     """
     queries, keys, values = projected
     # Where shards outnumber KV heads the pages hold each head several times (see `held_kv_heads`).
-    copies = pools.keys.shape[2] // keys.shape[1]
+    copies = pools.keys.shape[1] // keys.shape[1]
     if copies > 1:
         keys, values = (jnp.repeat(array, copies, axis=1) for array in (keys, values))
 
@@ -291,16 +296,10 @@ def write_and_attend(
         key_pages, value_pages = places.write(key_pages, keys), places.write(value_pages, values)
         return attention(queries, key_pages, value_pages, places.page_table, *ranges), key_pages, value_pages
 
-    rows, pages = PartitionSpec(None, TENSOR), PartitionSpec(None, None, TENSOR)
-    output, key_pages, value_pages = over_heads(
-        on_shard,
-        queries,
-        (keys, values, pools.keys, pools.values),
-        *places,
-        *ranges,
-        head_axis=1,
-        out_specs=(rows, pages, pages),
-    )
+    cut, whole = PartitionSpec(None, TENSOR), PartitionSpec()
+    specs = (*(cut,) * 5, *(whole,) * (len(places) + len(ranges)))
+    shards = per_shard(on_shard, specs, (cut, cut, cut))
+    output, key_pages, value_pages = shards(queries, keys, values, pools.keys, pools.values, *places, *ranges)
     return output, replace(pools, keys=key_pages, values=value_pages)
 
 

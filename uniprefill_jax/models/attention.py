@@ -21,7 +21,9 @@ from uniprefill_jax.models.rope import apply_rope
 from uniprefill_jax.parallel.mesh import TENSOR
 from uniprefill_jax.parallel.shards import over_heads
 
-RowFunction = Callable[[Array], Array]
+# A norm before the mixer and the residual sum after it; with the number of real rows they may leave out padding.
+Before = Callable[[Array, Array | None], Array]
+After = Callable[[Array, Array, Array | None], Array]
 # As a function of its own in the program the kernel is traced and lowered once per shape, however many layers use it.
 _attention_kernel = jax.jit(causal_attention_kernel, static_argnames=("scale", "backend"))
 
@@ -93,15 +95,15 @@ class Attention(nnx.Module):
         self.gated = gated
 
     def __call__(
-        self, x: Float[Array, "T D"], rows: PackedRows, before: RowFunction, after: Callable[[Array, Array], Array]
+        self, x: Float[Array, "T D"], rows: PackedRows, before: Before, after: After
     ) -> tuple[Float[Array, "T D"], AttentionCache, Float[Array, "T H d"]]:
         """after(x, attention(before(x))) of packed rows; also the cache and the queries (for scoring the prompt)."""
 
         def project(x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array, Array | None]:
-            return self._project(before(x), rope, rows.kernel_count)
+            return self._project(before(x, rows.kernel_count), rope, rows.kernel_count)
 
         def finish(x: Array, output: Array, gate: Array | None) -> Array:
-            return after(x, self._output(output, gate, rows.kernel_count))
+            return after(x, self._output(output, gate, rows.kernel_count), rows.kernel_count)
 
         queries, keys, values, gate = rows.map_rows(project, x, rows.rope(self.rope))
         with jax.named_scope(f"attention_{self.layer.mixer}"):
@@ -109,17 +111,17 @@ class Attention(nnx.Module):
         return rows.map_rows(finish, x, output, gate), AttentionCache(keys, values), queries
 
     def last(
-        self, x: Float[Array, "T D"], rows: PackedRows, before: RowFunction, after: Callable[[Array, Array], Array]
+        self, x: Float[Array, "T D"], rows: PackedRows, before: Before, after: After
     ) -> tuple[Float[Array, "B D"], AttentionCache]:
         """What `__call__` gives for every request's last row alone; keys and values are cached for all rows."""
 
         def cached(x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array]:
-            return self._keys_values(before(x), rope, rows.kernel_count)
+            return self._keys_values(before(x, rows.kernel_count), rope, rows.kernel_count)
 
         rope = rows.rope(self.rope)
         keys, values = rows.map_rows(cached, x, rope)
         last = last_rows(rows.cu_seqlens, 1)[:, 0]
-        queries, gate = self._queries(before(x[last]), jax.tree.map(lambda table: table[last], rope))
+        queries, gate = self._queries(before(x[last], None), jax.tree.map(lambda table: table[last], rope))
         with jax.named_scope(f"attention_{self.layer.mixer}"):
             output = over_heads(
                 partial(attention_of_rows, scale=self.scale),
@@ -130,7 +132,7 @@ class Attention(nnx.Module):
                 head_axis=1,
                 out_specs=PartitionSpec(None, TENSOR),
             )
-        return after(x[last], self._output(output, gate)), AttentionCache(keys, values)
+        return after(x[last], self._output(output, gate), None), AttentionCache(keys, values)
 
     def step(self, x: Float[Array, "B D"], view: AttentionStep) -> tuple[Float[Array, "B D"], AttentionCache]:
         """One token of every request; also the generated part of the cache with this token written."""

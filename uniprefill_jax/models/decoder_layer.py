@@ -11,7 +11,7 @@ from uniprefill_jax.models.batch import PackedRows
 from uniprefill_jax.models.feed_forward import FeedForward
 from uniprefill_jax.models.gated_delta_net import GatedDeltaNet, RecurrentCache
 from uniprefill_jax.models.mixture import MixtureOfExperts
-from uniprefill_jax.models.norms import RMSNorm
+from uniprefill_jax.models.norms import RMSNorm, add_residual
 
 
 class DecoderLayer(nnx.Module):
@@ -65,12 +65,10 @@ class DecoderLayer(nnx.Module):
     def transform(self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None) -> Float[Array, "T D"]:
         """The feed-forward sub-layer: every row on its own; `count` as in `projection.project`."""
         with jax.named_scope("feed_forward_sublayer"):
-            output = self.feed_forward(self.feed_forward_norm(x), count)
-            if self.feed_forward_output_norm is not None:
-                output = self.feed_forward_output_norm(output)
-            return x + output
+            output = self.feed_forward(self.feed_forward_norm(x, count), count)
+            return add_residual(x, output, self.feed_forward_output_norm, count)
 
-    def _add_mixed(self, x: Float[Array, "T D"], output: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        if self.mixer_output_norm is not None:
-            output = self.mixer_output_norm(output)
-        return x + output
+    def _add_mixed(
+        self, x: Float[Array, "T D"], output: Float[Array, "T D"], count: Int32[Array, ""] | None = None
+    ) -> Float[Array, "T D"]:
+        return add_residual(x, output, self.mixer_output_norm, count)

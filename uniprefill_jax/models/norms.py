@@ -3,9 +3,15 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.row_norms import add_rows, choose_backend, norm_rows
+from pallas_kernels.row_norms.reference import norm
 from uniprefill_jax.models.parameters import ParameterScope, constant
+
+# As functions of their own in the program the kernels are traced and lowered once per shape, however many layers call.
+_norm_rows = jax.jit(norm_rows, static_argnames=("eps", "zero_centred", "backend"))
+_add_rows = jax.jit(add_rows, static_argnames=("eps", "zero_centred", "backend"))
 
 
 class RMSNorm(nnx.Module):
@@ -19,15 +25,38 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.zero_centred = zero_centred
 
-    def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        """Normalise the last axis; the result has the type of `x`."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        weight = self.weight[...].astype(jnp.float32)
-        if self.zero_centred:
-            return (wide * (1.0 + weight)).astype(x.dtype)
-        # Llama checkpoints were trained with the product taken in the activations' type.
-        return wide.astype(x.dtype) * weight.astype(x.dtype)
+    def __call__(
+        self, x: Float[Array, "*rows size"], count: Int32[Array, ""] | None = None
+    ) -> Float[Array, "*rows size"]:
+        """Normalise the last axis; the result has the type of `x`.
+
+        With `count`, the number of real rows, the kernel may run where the machine has one: rows from `count` on are
+        then not defined.
+        """
+        with jax.named_scope("norm"):
+            if count is not None and _kernel_takes(x):
+                return _norm_rows(x, self.weight[...], count, eps=self.eps, zero_centred=self.zero_centred)
+            return norm(x, self.weight[...], eps=self.eps, zero_centred=self.zero_centred)
+
+
+def add_residual(
+    x: Float[Array, "T D"],
+    delta: Float[Array, "T D"],
+    output_norm: RMSNorm | None,
+    count: Int32[Array, ""] | None,
+) -> Float[Array, "T D"]:
+    """x + delta, or x + output_norm(delta); `count` as in `RMSNorm`."""
+    with jax.named_scope("residual"):
+        if count is None or not _kernel_takes(x):
+            return x + (delta if output_norm is None else output_norm(delta))
+        if output_norm is None:
+            return _add_rows(x, delta, count)
+        weight = output_norm.weight[...]
+        return _add_rows(x, delta, count, weight=weight, eps=output_norm.eps, zero_centred=output_norm.zero_centred)
+
+
+def _kernel_takes(x: Array) -> bool:
+    return x.ndim == 2 and choose_backend(width=x.shape[1], dtype=str(x.dtype)) == "mosaic_gpu"
 
 
 class GatedRMSNorm(nnx.Module):

@@ -133,7 +133,7 @@ class ShardingRules:
         def cut(*axes: str | None) -> NamedSharding:
             return NamedSharding(self.mesh, self.partition(*axes))
 
-        pages = cut(None, None, "held_kv_heads")
+        pages = cut(None, "held_kv_heads")
         placements = dict(
             keys=pages,
             values=pages,

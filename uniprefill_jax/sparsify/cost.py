@@ -5,6 +5,7 @@ embedding, softmax, embedding look-up. Of the last layer only keys, values and s
 the rest of it and the output head run for one.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,8 +20,8 @@ def prefill_flops(
     *,
     window_meaning: str,
     scoring: Sequence[tuple[int, int]] = (),
-) -> float:
-    """Operations of one request.
+) -> dict[str, float]:
+    """Operations of one request, by the names that the steps have in traces (`jax.named_scope`).
 
     Args:
         model: the model's shape.
@@ -29,14 +30,18 @@ def prefill_flops(
         window_meaning: "position" or "kept", as in the setting.
         scoring: (window rows, tokens scored) of every drop.
     """
-    total = 2.0 * model.hidden_size * model.vocab_size
+    total = defaultdict(float, logits=2.0 * model.hidden_size * model.vocab_size)
     for number, layer in enumerate(model.layers):
         is_last = number == model.num_layers - 1
-        total += _mixer_flops(model, layer, mixer_positions[number], window_meaning, is_last)
-        total += feed_forward_rows[number] * _feed_forward_flops(model, layer)
+        positions, rows = mixer_positions[number], feed_forward_rows[number]
+        mixer = _linear_flops if layer.mixer == "linear" else _attention_flops
+        for step, flops in mixer(model, layer, positions, window_meaning, 1 if is_last else len(positions)).items():
+            total[step] += flops
+        for step, flops in _feed_forward_flops(model, layer).items():
+            total[step] += rows * flops
     for window, tokens in scoring:
-        total += 2.0 * window * tokens * model.num_heads * model.head_dim
-    return total
+        total["score"] += 2.0 * window * tokens * model.num_heads * model.head_dim
+    return dict(total)
 
 
 def attention_pairs(positions: np.ndarray, window: int | None, window_meaning: str) -> int:
@@ -56,33 +61,49 @@ def _visible(positions: np.ndarray, window: int | None, window_meaning: str) -> 
     return rows - first + 1
 
 
-def _mixer_flops(
-    model: ModelConfig, layer: LayerSpec, positions: np.ndarray, window_meaning: str, is_last: bool
-) -> float:
+def _linear_flops(
+    model: ModelConfig, layer: LayerSpec, positions: np.ndarray, window_meaning: str, outputs: int
+) -> dict[str, float]:
+    """Of a linear-attention mixer, `outputs` of whose rows are asked for."""
+    del layer, window_meaning
+    shape = model.gated_delta_net
+    assert shape is not None
     rows, hidden = len(positions), model.hidden_size
-    outputs = 1 if is_last else rows
-    if layer.mixer == "linear":
-        shape = model.gated_delta_net
-        assert shape is not None
-        key_dim = shape.num_key_heads * shape.key_head_dim
-        value_dim = shape.num_value_heads * shape.value_head_dim
-        inputs = 2.0 * hidden * (2 * key_dim + 2 * value_dim + 2 * shape.num_value_heads)
-        conv = 2.0 * shape.conv_width * (2 * key_dim + value_dim)
+    key_dim = shape.num_key_heads * shape.key_head_dim
+    value_dim = shape.num_value_heads * shape.value_head_dim
+    return {
+        "qkvz": rows * 2.0 * hidden * (2 * key_dim + 2 * value_dim + 2 * shape.num_value_heads),
+        "causal_conv": rows * 2.0 * shape.conv_width * (2 * key_dim + value_dim),
         # Per value head and token: read the state with the key, add to it, read it with the query.
-        recurrence = 6.0 * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim
-        return rows * (inputs + conv + recurrence) + outputs * 2.0 * hidden * value_dim
+        "gated_delta_rule": rows * 6.0 * shape.num_value_heads * shape.key_head_dim * shape.value_head_dim,
+        "linear_attention_output": outputs * 2.0 * hidden * value_dim,
+    }
+
+
+def _attention_flops(
+    model: ModelConfig, layer: LayerSpec, positions: np.ndarray, window_meaning: str, outputs: int
+) -> dict[str, float]:
+    """Of a softmax-attention mixer, `outputs` of whose rows are asked for."""
+    rows, hidden = len(positions), model.hidden_size
     query_width = model.num_heads * model.head_dim
     gate_width = query_width if model.family == "qwen3_next" else 0
-    keys_values = 4.0 * hidden * model.num_kv_heads * model.head_dim
-    queries_output = 2.0 * hidden * (2 * query_width + gate_width)
     pairs = _visible(positions, layer.window, window_meaning)[-outputs:].sum()
-    return rows * keys_values + outputs * queries_output + 4.0 * query_width * float(pairs)
+    keys_values = rows * 4.0 * hidden * model.num_kv_heads * model.head_dim
+    return {
+        "qkv": keys_values + outputs * 2.0 * hidden * (query_width + gate_width),
+        f"attention_{layer.mixer}": 4.0 * query_width * float(pairs),
+        "attention_output": outputs * 2.0 * hidden * query_width,
+    }
 
 
-def _feed_forward_flops(model: ModelConfig, layer: LayerSpec) -> float:
+def _feed_forward_flops(model: ModelConfig, layer: LayerSpec) -> dict[str, float]:
+    """Of one token."""
     if layer.feed_forward == "dense":
-        return 6.0 * model.hidden_size * model.intermediate_size
+        return {"feed_forward": 6.0 * model.hidden_size * model.intermediate_size}
     shape = model.mixture
     assert shape is not None
-    inner = shape.experts_per_token * shape.expert_size + shape.shared_expert_size
-    return 2.0 * model.hidden_size * (shape.num_experts + 1) + 6.0 * model.hidden_size * inner
+    return {
+        "router": 2.0 * model.hidden_size * shape.num_experts,
+        "experts": 6.0 * model.hidden_size * shape.experts_per_token * shape.expert_size,
+        "shared_expert": 2.0 * model.hidden_size * (1 + 3 * shape.shared_expert_size),
+    }
