@@ -1,11 +1,12 @@
 # Every target makes the environment that it needs in .venv from nothing and installs only what changed since the last run.
 #   make demo [MODEL=gemma-3-270m]   a question to a long document, dense and with UniPrefill, on real weights
 #   make test                        lint, then every test that needs no accelerator and no minutes
+#   make tpu-aot                     whole models compiled for TPUs that are not there: memory per chip, kernels
 # PYTHON=/path/to/python overrides the search for a Python >= 3.12.
 SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-gpu lint format bench-cpu bench-cpu-dense lock clean
+.PHONY: help demo test test-slow test-gpu lint format bench-cpu bench-cpu-dense tpu-aot lock clean
 
 MODEL ?= smollm2-135m
 DEMO_ARGUMENTS ?=
@@ -36,7 +37,7 @@ endif
 
 help:
 	@sed -n 's/^#   //p' Makefile
-	@echo "make test-slow | test-gpu | lint | format | bench-cpu | bench-cpu-dense | lock | clean"
+	@echo "make test-slow | test-gpu | lint | format | bench-cpu | bench-cpu-dense | tpu-aot | lock | clean"
 
 demo: $(STAMPS)/runtime $(STAMPS)/weights-$(MODEL)
 	@$(VENV)/bin/uniprefill demo --model $(MODEL) $(DEMO_ARGUMENTS)
@@ -65,6 +66,9 @@ bench-cpu-dense: $(STAMPS)/runtime $(STAMPS)/weights-smollm2-135m $(STAMPS)/orac
 
 bench-cpu: $(STAMPS)/runtime $(STAMPS)/weights-smollm2-135m
 	$(PYTHON_IN_VENV) -m benchmarks.cpu_guard $(BENCH_ARGUMENTS)
+
+tpu-aot: $(STAMPS)/aot-tpu
+	$(VENV)/aot-tpu/bin/python -m benchmarks.tpu_aot --json benchmarks/results/tpu_aot.json $(BENCH_ARGUMENTS)
 
 # Resolves pyproject.toml anew, on the oldest supported Python; the hashes cover every platform's files.
 lock: $(STAMPS)/development

@@ -12,10 +12,12 @@ def kernels_of(platform: str | None = None) -> Kernels:
     """ "mosaic_gpu" on Hopper GPUs, "mosaic_tpu" on TPUs, else "reference".
 
     Args:
-        platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; default: what jax runs on. The kernels use instructions that
-            only compute capability 9.0 has, so for a GPU the devices are asked, where jax has any.
+        platform: "cpu", "gpu", "cuda", "rocm" or "tpu"; default: that of the mesh in force (`jax.set_mesh`), whose
+            devices may be described only and compiled for ahead of time, else what jax runs on. The kernels use
+            instructions that only compute capability 9.0 has, so for a GPU the devices are asked, where jax has any.
     """
-    platform = platform or jax.default_backend()
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    platform = platform or (jax.default_backend() if described is None else described.platform)
     if platform == "tpu":
         return "mosaic_tpu"
     if platform in ("gpu", "cuda") and jax.default_backend() == "gpu":

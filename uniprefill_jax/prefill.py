@@ -18,9 +18,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.causal_attention import choose_backend as attention_backend
-from pallas_kernels.grouped_matmul import choose_backend as product_backend
 from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.execution import LengthsBy, choose_execution
 from uniprefill_jax.models.attention import AttentionCache
 from uniprefill_jax.models.batch import Execution, PackedRows, PackingRules, last_rows, pack_rows, request_of_row
 from uniprefill_jax.models.causal_lm import CausalLM
@@ -36,7 +35,6 @@ from uniprefill_jax.sparsify.drop_layers import segments_of_layers
 CPU_ROW_CHUNK = 256
 CPU_DENSE_ROW_CHUNK = 512
 
-LengthsBy = Literal["auto", "loops", "ladder", "kernels"]
 _Closing = Literal["mixer", "nothing", "last_rows"]  # what follows the whole layers of a segment
 LayerCaches = dict[str, AttentionCache | RecurrentCache]
 
@@ -77,20 +75,16 @@ class PrefillPlan:
         dtype: jnp.dtype,
         lengths_by: LengthsBy = "auto",
         on_mesh: bool = False,
+        platform: str | None = None,
     ) -> "PrefillPlan":
-        """The plan of a batch of prompts of these lengths on the default kind of device.
+        """The plan of a batch of prompts of these lengths on `platform` ("cpu", "gpu", "tpu"; default: where jax runs).
 
         `lengths_by` says how the work follows the number of rows that drops leave: "loops" of chunks, a "ladder" of
         static lengths, or "kernels" that leave out padding rows. "auto" is loops on CPUs, kernels for bfloat16 on one
         Hopper GPU where they take the model's shape, and the ladder elsewhere (`on_mesh`: also there).
         """
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
-        if lengths_by == "auto":
-            on_cpu = jax.default_backend() == "cpu"
-            on_kernels = not on_mesh and _kernels_take(model, dtype)
-            lengths_by = "loops" if on_cpu else "kernels" if on_kernels else "ladder"
-        cudnn = jax.default_backend() == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and num_requests == 1
-        plain = Execution("cudnn" if cudnn else "xla", "xla", skip_padding=False)
+        lengths_by, execution = choose_execution(model, dtype, num_requests, lengths_by, on_mesh, platform)
         return cls(
             model=model,
             config=config,
@@ -100,7 +94,7 @@ class PrefillPlan:
             max_length=min(prompt_bucket(max(lengths)), num_rows),
             ladder=length_ladder(num_rows) if lengths_by == "ladder" else (num_rows,),
             row_chunk=(CPU_ROW_CHUNK if drop_layers else CPU_DENSE_ROW_CHUNK) if lengths_by == "loops" else None,
-            execution=Execution("kernel", "kernel", skip_padding=True) if lengths_by == "kernels" else plain,
+            execution=execution,
         )
 
     @property
@@ -133,17 +127,6 @@ class PrefillPlan:
     def dense_flops(self, positions: np.ndarray) -> float:
         """Operations of one request if no token is dropped."""
         return replace(self, drop_layers=()).flops([positions])
-
-
-def _kernels_take(model: ModelConfig, dtype: jnp.dtype) -> bool:
-    """Whether attention and every large product of the model run on the Hopper kernels here."""
-    width = model.num_heads * model.head_dim
-    products = [(model.hidden_size, width), (width, model.hidden_size)]
-    if any(layer.feed_forward == "dense" for layer in model.layers):
-        products += [(model.hidden_size, model.intermediate_size), (model.intermediate_size, model.hidden_size)]
-    attention = attention_backend(head_dim=model.head_dim, dtype=str(jnp.dtype(dtype)))
-    chosen = [product_backend(inner=inner, columns=columns, dtype=str(jnp.dtype(dtype))) for inner, columns in products]
-    return {attention, *chosen} == {"mosaic_gpu"}
 
 
 @struct.dataclass

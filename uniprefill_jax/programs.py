@@ -68,19 +68,22 @@ class Programs:
         self, plan: PrefillPlan, tokens: jax.Array, cu_seqlens: jax.Array
     ) -> tuple[Callable[[], PrefillOutput], float]:
         """A prefill ready to run on these inputs, and the time it took to compile."""
+        numbers = self.put((np.float32(plan.config.top_p), np.float32(plan.config.score_memory)))
+        inputs = (tokens, cu_seqlens, *numbers)
+        program, seconds = self.compile_prefill(plan, *inputs)
+        return partial(program, self.parameters, *inputs), seconds
+
+    def compile_prefill(self, plan: PrefillPlan, *inputs: Any) -> tuple[Callable[..., PrefillOutput], float]:
+        """The program of a plan, a function of the parameters and of inputs like these.
+
+        Like `compile_decode` it takes shapes and shardings (`jax.ShapeDtypeStruct`) as well as arrays: parameters and
+        mesh may be of devices that are not there.
+        """
         if self.rules is not None and plan.execution.skip_padding:
             raise ConfigError('products that leave out padding rows run on one device; plan with lengths_by="ladder"')
-        config = plan.config
-        arguments = (
-            self.parameters,
-            tokens,
-            cu_seqlens,
-            self.put(np.float32(config.top_p)),
-            self.put(np.float32(config.score_memory)),
-        )
         key = _traced_out(plan)
-        program, seconds = self._program(key, partial(_prefill, self.graph, key, self.rules), arguments)
-        return partial(program, *arguments), seconds
+        function = partial(_prefill, self.graph, key, self.rules)
+        return self._program(key, function, (self.parameters, *inputs))
 
     def start_decode(self, plan: DecodePlan, output: PrefillOutput) -> tuple[DecodeState, float]:
         """Empty stores for the tokens to come."""
@@ -100,11 +103,16 @@ class Programs:
         tokens: jax.Array,
     ) -> tuple[tuple[jax.Array, DecodeState], float]:
         """One step: the next tokens and the state after it. `state` is consumed."""
-        arguments = (self.parameters, caches, segments, state, tokens, numbers)
+        inputs = (caches, segments, state, tokens, numbers)
+        program, seconds = self.compile_decode(plan, kind, *inputs)
+        return program(self.parameters, *inputs), seconds
+
+    def compile_decode(self, plan: DecodePlan, kind: SamplingKind, *inputs: Any) -> tuple[Callable[..., Any], float]:
+        """The program of a decode step, a function of the parameters and of inputs like these."""
+        caches, segments, _, tokens, _ = inputs
         key = ("decode", plan, kind, _shapes((caches, segments, tokens)))
         function = partial(_decode, self.graph, plan, kind, self.rules)
-        program, seconds = self._program(key, function, arguments, donate=(3,))
-        return program(*arguments), seconds
+        return self._program(key, function, (self.parameters, *inputs), donate=(3,))
 
     def sample(self, kind: SamplingKind, numbers: SamplingNumbers, logits: jax.Array) -> tuple[jax.Array, float]:
         """The first token, from the prefill's logits."""

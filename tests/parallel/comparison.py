@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import uniprefill_jax as up
+from uniprefill_jax.engine.requests import PrefillReport
 from uniprefill_jax.prefill import PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 LENGTHS = (170, 60, 15, 1)
 LOGIT_TOLERANCE = 1e-4
+ENGINE = up.EngineConfig(page_size=16, pool_pages=200, max_running=4, prefill_chunk=64, max_length=256)
+SAMPLING = up.SamplingConfig(max_tokens=6)
 
 
 class Difference(NamedTuple):
@@ -47,7 +50,21 @@ def ragged_batches(llm: up.LLM, config: up.UniPrefillConfig, count: int) -> Iter
             yield prompts_of(lengths, seed=made)
 
 
-def differences(ours: list[up.PrefillResult], theirs: list[up.PrefillResult]) -> list[Difference]:
+def served(llm: up.LLM, config: up.UniPrefillConfig) -> tuple[list[list[int]], list[PrefillReport], up.Engine]:
+    """The prompts of `LENGTHS` through an engine, all at once: tokens and reports of each, and the engine."""
+    engine = up.Engine(llm, ENGINE)
+    requests = [engine.submit(prompt, config, SAMPLING, report=True) for prompt in prompts_of(LENGTHS)]
+    streams: dict[int, list[int]] = {request: [] for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            if event.kind == "token":
+                streams[event.request_id].append(event.token)
+    return list(streams.values()), [engine.take_report(request) for request in requests], engine
+
+
+def differences(
+    ours: Sequence[up.PrefillResult | PrefillReport], theirs: Sequence[up.PrefillResult]
+) -> list[Difference]:
     """Kept sets that are not equal."""
     found = []
     for request, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -57,7 +74,7 @@ def differences(ours: list[up.PrefillResult], theirs: list[up.PrefillResult]) ->
     return found
 
 
-def logit_error(ours: list[up.PrefillResult], theirs: list[up.PrefillResult]) -> float:
+def logit_error(ours: Sequence[up.PrefillResult | PrefillReport], theirs: Sequence[up.PrefillResult]) -> float:
     """Largest relative error of the last token's logits."""
     return max(
         float(np.linalg.norm(one.logits - other.logits) / np.linalg.norm(other.logits))
@@ -65,7 +82,7 @@ def logit_error(ours: list[up.PrefillResult], theirs: list[up.PrefillResult]) ->
     )
 
 
-def as_json(result: up.PrefillResult) -> dict[str, Any]:
+def as_json(result: up.PrefillResult | PrefillReport) -> dict[str, Any]:
     """What another process can compare."""
     return {
         "kept": {str(layer): kept.tolist() for layer, kept in result.kept_positions.items()},

@@ -1,5 +1,8 @@
 """Run with eight simulated devices: one model after another on meshes of every size, held against one device.
 
+usage: python -m tests.parallel.simulated quick | MODEL
+
+`quick` is a little of everything; with a model's name that model runs on every mesh and in 300 ragged batches.
 Prints one JSON object per line: {"check": name, ...what was seen}. The tests look at these.
 """
 
@@ -19,7 +22,16 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 import uniprefill_jax as up
 from checkpoints_convert import load_parameters, open_checkpoint, save_orbax
 from tests.checkpoints.builders import LLAMA_CONFIG, model_tensors, write_folder
-from tests.parallel.comparison import LENGTHS, as_json, differences, logit_error, prompts_of, ragged_batches
+from tests.parallel.comparison import (
+    LENGTHS,
+    SAMPLING,
+    as_json,
+    differences,
+    logit_error,
+    prompts_of,
+    ragged_batches,
+    served,
+)
 from tests.parallel.models import SETTINGS, write_checkpoint
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import read_model_config
@@ -37,20 +49,32 @@ class Work:
     Attributes:
         meshes: (tensor, data) sizes for every model.
         generating: those on which tokens are generated too.
-        ragged_on: model and tensor size for ragged batches.
-        ragged: number of them.
+        serving: tensor sizes on which an engine runs, for every model.
+        ragged: how many ragged batches, for model and tensor size.
     """
 
     meshes: dict[str, list[tuple[int, int]]]
     generating: list[tuple[int, int]]
-    ragged_on: tuple[str, int]
-    ragged: int
+    serving: dict[str, list[int]]
+    ragged: dict[tuple[str, int], int]
 
 
 ALL = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)]
 AMOUNTS = {
-    "quick": Work({"llama": [(2, 2)], "gemma": [(4, 1)], "qwen": [(8, 1)]}, [(4, 1), (8, 1)], ("gemma", 4), 12),
-    "thorough": Work({name: ALL for name in SETTINGS}, ALL, ("llama", 8), 300),
+    "quick": Work(
+        meshes={"llama": [(2, 2)], "gemma": [(4, 1)], "qwen": [(8, 1)]},
+        generating=[(4, 1)],
+        serving={"llama": [], "gemma": [8], "qwen": [4]},
+        ragged={("gemma", 4): 6, ("qwen", 8): 6},
+    ),
+} | {
+    name: Work(
+        meshes={name: ALL},
+        generating=[(2, 1), (8, 1), (4, 2)],
+        serving={name: [1, 2, 4, 8]},
+        ragged={(name, 4): 300},
+    )
+    for name in SETTINGS
 }
 
 
@@ -59,14 +83,15 @@ def report(check: str, **seen: object) -> None:
 
 
 def compare_meshes(work: Work, load: Load) -> None:
-    """Kept sets, logits and greedy tokens of every model on every mesh; ragged batches on one of them."""
+    """Kept sets, logits and greedy tokens of every model on every mesh; engines and ragged batches on some of them."""
     for name, meshes in work.meshes.items():
         config = up.UniPrefillConfig(**SETTINGS[name])
         single = load(name, None)
         prompts = prompts_of(LENGTHS)
         expected = single.prefill(prompts, config)
-        tokens = generated(single, prompts, config) if set(meshes) & set(work.generating) else None
-        report("single", model=name, results=[as_json(result) for result in expected])
+        wanted = work.serving[name] or set(meshes) & set(work.generating)
+        tokens = generated(single, prompts, config) if wanted else None
+        report("single", model=name, results=[as_json(result) for result in expected], tokens=tokens)
         dropped = [len(prompts[0]) - len(kept) for kept in expected[0].kept_positions.values()]
         for tensor, data in meshes:
             llm = load(name, (tensor, data))
@@ -82,17 +107,41 @@ def compare_meshes(work: Work, load: Load) -> None:
                 logit_error=logit_error(results, expected),
                 tokens_equal=generated(llm, prompts, config) == tokens if generates else None,
             )
-            if (name, tensor) == work.ragged_on and data == 1:
-                compare_ragged(single, llm, config, work.ragged)
+            if data == 1 and (name, tensor) in work.ragged:
+                compare_ragged(name, single, llm, config, work.ragged[name, tensor])
+        for tensor in work.serving[name]:
+            serve(name, load(name, (tensor, 1)), config, expected, tokens)
 
 
 def generated(llm: up.LLM, prompts: list[list[int]], config: up.UniPrefillConfig) -> list[list[int]]:
     """Greedy tokens of every prompt."""
-    completions = llm.generate(prompts, config, up.SamplingConfig(max_tokens=6))
+    completions = llm.generate(prompts, config, SAMPLING)
     return [completion.token_ids for completion in completions]
 
 
-def compare_ragged(single: up.LLM, llm: up.LLM, config: up.UniPrefillConfig, count: int) -> None:
+def serve(
+    name: str,
+    llm: up.LLM,
+    config: up.UniPrefillConfig,
+    expected: list[up.PrefillResult],
+    tokens: list[list[int]] | None,
+) -> None:
+    """The same prompts through an engine: chunks of one between decode steps of others."""
+    streams, reports, engine = served(llm, config)
+    pages = engine.executor.pools.keys
+    report(
+        "engine",
+        model=name,
+        tensor=pages.sharding.mesh.shape["tensor"],
+        differences=differences(reports, expected),
+        logit_error=logit_error(reports, expected),
+        tokens_equal=streams == tokens,
+        heads_per_shard=pages.addressable_shards[0].data.shape[1],
+        pages_in_use=engine.stats().pages_in_use,
+    )
+
+
+def compare_ragged(name: str, single: up.LLM, llm: up.LLM, config: up.UniPrefillConfig, count: int) -> None:
     """Random ragged batches on the programs that are there."""
     programs = len(llm.programs.compiled)
     found, error, dropped = [], 0.0, 0
@@ -102,7 +151,7 @@ def compare_ragged(single: up.LLM, llm: up.LLM, config: up.UniPrefillConfig, cou
         error = max(error, logit_error(results, expected))
         dropped += sum(len(prompts[0]) - len(kept) for kept in expected[0].kept_positions.values())
     assert len(llm.programs.compiled) == programs, "a ragged batch was compiled for"
-    report("ragged", batches=count, differences=found, logit_error=error, dropped=dropped)
+    report("ragged", model=name, batches=count, differences=found, logit_error=error, dropped=dropped)
 
 
 def move_between_meshes(folder: Path, scratch: Path) -> None:
@@ -167,6 +216,10 @@ def share_compile_cache(load: Load, scratch: Path) -> None:
 
 def refuse(folder: Path) -> None:
     """Errors that need devices."""
+    try:
+        up.Engine(up.LLM.load(folder, "float32", mesh=up.make_mesh(1, 2)))
+    except up.ConfigError as error:
+        report("engine_refused", message=str(error))
     messages = []
     for tensor, data in ((3, 1), (8, 2), (0, 1)):
         try:
@@ -186,10 +239,11 @@ def main(amount: str) -> None:
         def load(model: str, mesh: tuple[int, int] | None) -> up.LLM:
             return up.LLM.load(folders[model], "float32", mesh=None if mesh is None else up.make_mesh(*mesh))
 
-        refuse(folders["llama"])
-        move_between_meshes(folders["llama"], scratch)
-        watch_memory(scratch)
-        share_compile_cache(load, scratch)
+        if amount == "quick":
+            refuse(folders["llama"])
+            move_between_meshes(folders["llama"], scratch)
+            watch_memory(scratch)
+            share_compile_cache(load, scratch)
         compare_meshes(work, load)
 
 

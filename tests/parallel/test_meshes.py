@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.comparison import LOGIT_TOLERANCE
-from tests.parallel.models import SETTINGS, write_checkpoint
+from tests.parallel.models import CONFIGS, SETTINGS, write_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 # Tiny programs run once: compiling without optimisation takes a third of the time.
@@ -22,6 +22,12 @@ UNOPTIMISED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_p
 def environment(devices: int) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices} {UNOPTIMISED}"
     return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def simulated(amount: str) -> list[dict[str, Any]]:
@@ -53,19 +59,38 @@ def assert_meshes_agree(report: list[dict[str, Any]]) -> None:
 
 
 def assert_ragged_agree(report: list[dict[str, Any]]) -> None:
-    (seen,) = of(report, "ragged")
-    assert seen["dropped"] > 0
-    assert not seen["differences"], f"request, layer and cut margins of kept sets that differ: {seen}"
-    assert seen["logit_error"] <= LOGIT_TOLERANCE, seen
+    for seen in of(report, "ragged"):
+        print(f"{seen['batches']} ragged batches of {seen['model']}: logit error {seen['logit_error']:.1e}")
+        assert seen["dropped"] > 0
+        assert not seen["differences"], f"request, layer and cut margins of kept sets that differ: {seen}"
+        assert seen["logit_error"] <= LOGIT_TOLERANCE, seen
+
+
+def assert_engines_agree(report: list[dict[str, Any]]) -> None:
+    for seen in of(report, "engine"):
+        print(f"engine of {seen['model']} on tensor {seen['tensor']}: logit error {seen['logit_error']:.1e}")
+        assert not seen["differences"], f"request, layer and cut margins of kept sets that differ: {seen}"
+        assert seen["logit_error"] <= LOGIT_TOLERANCE, seen
+        assert seen["tokens_equal"], seen
+        # Each shard's pages hold its own KV heads, or the one that it reads.
+        kv_heads = CONFIGS[seen["model"]]["num_key_value_heads"]
+        assert seen["heads_per_shard"] == max(kv_heads // seen["tensor"], 1)
+        assert seen["pages_in_use"] == 0
 
 
 def test_every_family_is_the_same_on_every_mesh(quick) -> None:
     assert_meshes_agree(quick)
     assert {(seen["tensor"], seen["data"]) for seen in of(quick, "mesh")} == {(2, 2), (4, 1), (8, 1)}
-    assert [seen["model"] for seen in of(quick, "mesh") if seen["tokens_equal"]] == ["gemma", "qwen"]
+    assert [seen["model"] for seen in of(quick, "mesh") if seen["tokens_equal"]] == ["gemma"]
 
 
-def test_ragged_batches_are_the_same_on_four_shards(quick) -> None:
+def test_engines_on_a_mesh_give_the_tokens_of_one_device(quick) -> None:
+    assert_engines_agree(quick)
+    assert [seen["tensor"] for seen in of(quick, "engine")] == [8, 4]
+    assert "2 data replicas and an engine runs one" in of(quick, "engine_refused")[0]["message"]
+
+
+def test_ragged_batches_are_the_same_on_every_mesh(quick) -> None:
     assert_ragged_agree(quick)
 
 
@@ -96,24 +121,25 @@ def test_meshes_that_do_not_fit_are_refused(quick) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_all_meshes_and_300_ragged_batches() -> None:
-    report = simulated("thorough")
+@pytest.mark.parametrize("model", SETTINGS)
+def test_all_meshes_engines_and_300_ragged_batches(model: str) -> None:
+    report = simulated(model)
     assert_meshes_agree(report)
+    assert_engines_agree(report)
     assert_ragged_agree(report)
-    assert len(of(report, "mesh")) == 7 * len(SETTINGS)
+    assert [len(of(report, check)) for check in ("mesh", "engine", "ragged")] == [7, 4, 1]
 
 
-def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path) -> None:
-    model = "llama"
+@pytest.mark.parametrize("serves", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["prefill", "engine"])
+def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path, serves: bool) -> None:
+    model = "gemma" if serves else "llama"
     folder = write_checkpoint(tmp_path / model, model)
-    expected = next(seen["results"] for seen in of(quick, "single") if seen["model"] == model)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    single = next(seen for seen in of(quick, "single") if seen["model"] == model)
+    address = free_address()
     module = [sys.executable, "-W", "error", "-m", "tests.parallel.two_processes"]
     processes = [
         subprocess.Popen(
-            [*module, address, str(number), model, str(folder)],
+            [*module, address, str(number), model, str(folder), *["engine"] * serves],
             cwd=REPOSITORY,
             env=environment(1),
             stdout=subprocess.PIPE,
@@ -133,7 +159,8 @@ def test_two_processes_are_the_same_as_one_device(quick, tmp_path: Path) -> None
         seen = json.loads(output.splitlines()[-1])
         assert seen["bytes_read"] < 0.55 * stored
         assert "data replicas on devices of several processes" in seen["refused"]
-        for ours, theirs in zip(seen["results"], expected, strict=True):
+        assert seen["tokens"] == (single["tokens"] if serves else None)
+        for ours, theirs in zip(seen["results"], single["results"], strict=True):
             assert ours["kept"] == theirs["kept"], (ours["cut_margin"], theirs["cut_margin"])
             error = np.linalg.norm(np.subtract(ours["logits"], theirs["logits"]))
             assert error <= LOGIT_TOLERANCE * np.linalg.norm(theirs["logits"])

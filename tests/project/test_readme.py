@@ -63,3 +63,21 @@ def test_ttft_figures_are_those_of_the_result_file():
         for top_p, cell in zip((0.9, 0.7, 0.5), dropping.split(" | "), strict=True):
             row = found[n, top_p]
             assert cell == f"{row['ttft_ms']:,.0f} ms, {row['speedup']:.2f}x ({row['ideal_speedup']:.2f}x)"
+
+
+def test_figures_of_tpus_are_those_of_the_result_file():
+    rows = json.loads((ROOT / "benchmarks/results/tpu_aot.json").read_text())["rows"]
+    found = {}
+    for row in rows:
+        phase = {"uniprefill": "prefill, published rule", "dense": "prefill, dense"}[row["method"]]
+        phase = phase if row["phase"] == "prefill" else "decode"
+        found[row["arch"], row["topology"], f"{row['n']:,}", phase] = row
+    lines = re.findall(
+        r"^\| ([\w.-]+) \| (v\w+:[\dx]+) \| ([\d,]+) \| ([^|]+) \| ([^|]+) \| (\d+) \| ([^|]+) \|$", README, re.M
+    )
+    assert len(lines) == len(found) >= 3
+    for arch, topology, tokens, phase, memory, seconds, kernels in lines:
+        row = found[arch.lower(), topology, tokens, phase]
+        assert memory.split()[0] == f"{row['hbm_gib']:.2f}" if row["fits"] else "does not fit" in memory
+        assert int(seconds) == round(row["compile_cpu_s"])
+        assert kernels == (", ".join(row.get("kernels", {})) or "none")

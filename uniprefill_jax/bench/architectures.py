@@ -35,13 +35,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    # Half of the 48 layers: what fits one 141 GB accelerator in bfloat16.
-    "qwen3-next-80b-a3b-24-layers": {
+    "qwen3-next-80b-a3b": {
         "model_type": "qwen3_next",
         "vocab_size": 151936,
         "hidden_size": 2048,
         "intermediate_size": 5120,
-        "num_hidden_layers": 24,
+        "num_hidden_layers": 48,
         "full_attention_interval": 4,
         "num_attention_heads": 16,
         "num_key_value_heads": 2,
@@ -73,3 +72,5 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     },
 }
+# Half of the layers: what fits one 141 GB accelerator in bfloat16.
+ARCHITECTURES["qwen3-next-80b-a3b-24-layers"] = ARCHITECTURES["qwen3-next-80b-a3b"] | {"num_hidden_layers": 24}

@@ -16,8 +16,10 @@ import jax
 import numpy as np
 
 from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.execution import LengthsBy
 from uniprefill_jax.llm import DTYPES, LLM
-from uniprefill_jax.prefill import LengthsBy, PrefillOutput, PrefillPlan
+from uniprefill_jax.parallel.mesh import TENSOR
+from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 # Vendor's dense bfloat16 rate, the usual base of model FLOP utilisation.
@@ -34,7 +36,8 @@ class Measurement:
         top_ps: settings of top_p; 1 scores everything and drops nothing, which shows what the machinery costs.
         base: the rest of the setting.
         runs: most timed runs of each method.
-        seconds: after so many seconds a pair of methods gets no more runs (but one of each).
+        seconds: after so many seconds a pair of methods gets no more runs (but one of each); several processes have to
+            agree on the number of runs and do all of them.
         lengths_by: how work follows the kept rows (see `PrefillPlan.for_batch`).
         text: token ids to cut prompts from; None draws them at random.
     """
@@ -51,7 +54,7 @@ class Measurement:
         """One row for dense and one for every top_p; see the design note's result files."""
         prompts = Prompts(llm, length, batch, self.text)
         dense = Method(llm, prompts, self.lengths_by, UniPrefillConfig.dense())
-        labels = {"arch": self.arch, "n": length, "batch": batch, "dtype": llm.dtype}
+        labels = {"arch": self.arch, "n": length, "batch": batch, "tp": _devices(llm), "dtype": llm.dtype}
         dense_flops = sum(dense.plan.dense_flops(np.arange(length)) for _ in range(batch))
         dense_times: list[float] = []
         rows = []
@@ -84,7 +87,8 @@ class Measurement:
         times: tuple[list[float], list[float]] = ([], [])
         start = time.perf_counter()
         for number in range(2 * self.runs):
-            if number and number % 2 == 0 and time.perf_counter() - start > self.seconds:
+            late = jax.process_count() == 1 and time.perf_counter() - start > self.seconds
+            if late and number and number % 2 == 0:
                 break
             which = 0 if number % 4 in (1, 2) else 1
             times[which].append((ours, theirs)[which]())
@@ -120,7 +124,10 @@ class Method:
         scoring = replace(config, top_p=0.5) if scored_at_one else config
         drop_layers = resolve_drop_layers(scoring, llm.config)
         dtype = DTYPES[llm.dtype]
-        self.plan = PrefillPlan.for_batch(llm.config, config, drop_layers, prompts.lengths, dtype, lengths_by)
+        self.devices = _devices(llm)
+        self.plan = PrefillPlan.for_batch(
+            llm.config, config, drop_layers, prompts.lengths, dtype, lengths_by, on_mesh=llm.mesh is not None
+        )
         self.compile_seconds = 0.0
         self.program_bytes = 0
         self.program_text = ""
@@ -179,8 +186,13 @@ class Method:
         ]
 
 
+def _devices(llm: LLM) -> int:
+    """Devices that share a copy of the model."""
+    return 1 if llm.mesh is None else llm.mesh.shape[TENSOR]
+
+
 def _bytes_of(program: Any) -> int:
-    """Device memory of a compiled program while it runs: weights, inputs, results, scratch."""
+    """Memory on each device of a compiled program while it runs: weights, inputs, results, scratch."""
     memory = program.memory_analysis()
     if memory is None:
         return 0
@@ -197,7 +209,7 @@ def _timing(seconds: Sequence[float], method: Method, flops: float) -> dict[str,
         "ttft_max_ms": round(max(seconds) * 1e3, 3),
         "runs": len(seconds),
         "tflops_per_second": round(flops / median * 1e-12, 1),
-        "mfu": None if peak is None else round(flops / median / peak, 4),
+        "mfu": None if peak is None else round(flops / median / (peak * method.devices), 4),
         "peak_gib": round(method.program_bytes / GIB, 2),
         "compile_s": round(method.compile_seconds, 1),
     }

@@ -2,7 +2,8 @@
 
 All attention layers of a model have keys of one shape, so any page may serve any layer. Within a page the rows of one
 key head lie together: a kernel copies them, or the whole page, in one piece. Slot 0 of the recurrent pool is
-a dummy: rows of a decode batch without a request read and write it, so that none needs to be told apart.
+a dummy: rows of a decode batch without a request read and write it, so that none needs to be told apart. On a mesh the
+pools are cut over heads; page numbers, slots and tables are the same on every shard.
 """
 
 from dataclasses import replace
@@ -20,8 +21,8 @@ DUMMY_SLOT = 0
 class CachePools:
     """Keys and values by page; convolution inputs and recurrent states by linear layer and slot."""
 
-    keys: Float[Array, "P KV page d"]
-    values: Float[Array, "P KV page d"]
+    keys: Float[Array, "P heads page d"]  # as many heads as `held_kv_heads`
+    values: Float[Array, "P heads page d"]
     conv: Float[Array, "linear_layers slots width-1 channels"]
     recurrent: Float[Array, "linear_layers slots heads key_dim value_dim"]
 
@@ -36,11 +37,29 @@ def linear_layers(config: ModelConfig) -> tuple[int, ...]:
     return tuple(number for number, layer in enumerate(config.layers) if layer.mixer == "linear")
 
 
+def held_kv_heads(num_kv_heads: int, shards: int) -> int:
+    """KV heads that the pages of all shards hold: where there are fewer than shards, each as often as shards read it.
+
+    Every shard then holds the one head that it reads, instead of all of them.
+    """
+    return max(num_kv_heads, shards)
+
+
 def make_pools(
-    config: ModelConfig, num_pages: int, page_size: int, num_slots: int, dtype: jnp.dtype, fill: float = 0.0
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    num_slots: int,
+    dtype: jnp.dtype,
+    *,
+    shards: int = 1,
+    fill: float = 0.0,
 ) -> CachePools:
-    """Pools for `num_slots` requests beside the dummy; `fill` is what they hold at first (tests use NaN)."""
-    pages = (num_pages, config.num_kv_heads, page_size, config.head_dim)
+    """Pools for `num_slots` requests beside the dummy.
+
+    `shards` is the number of tensor shards; `fill` is what the pools hold at first (tests use NaN).
+    """
+    pages = (num_pages, held_kv_heads(config.num_kv_heads, shards), page_size, config.head_dim)
     count, linear = len(linear_layers(config)), config.gated_delta_net
     conv, recurrent = (0, 0), (0, 0, 0)
     if linear is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from uniprefill_jax.cli import options
+from uniprefill_jax.cli import devices, options
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
@@ -47,6 +47,11 @@ def ttft(
         str, typer.Option(help="Also time transformers on the same device, with this interpreter (it needs PyTorch).")
     ] = "",
     json_path: options.JsonOption = None,
+    tensor_parallel_size: devices.TensorParallelOption = None,
+    distributed: devices.DistributedOption = False,
+    coordinator_address: devices.CoordinatorAddressOption = None,
+    num_processes: devices.NumProcessesOption = None,
+    process_id: devices.ProcessIdOption = None,
 ) -> None:
     """Time to the first token: dense against dropping, in turns, beside the cost model's ideal and transformers."""
     options.check_output(json_path)
@@ -60,30 +65,39 @@ def ttft(
     for value in top_ps:
         UniPrefillConfig(top_p=value)
     config = options.architecture(arch, model)
-    data_type = options.resolve_dtype(dtype)
     rivals: dict[tuple[int, int], dict[str, Any]] = {}
     if compare_python:
         # Before this process takes the device's memory.
         if config is None:
             raise InputError("--compare-python measures random weights; name an --arch, not a --model")
-        rivals = _transformers(compare_python, config, cells, runs, seconds, data_type)
-    from uniprefill_jax.bench.ttft import Measurement
-    from uniprefill_jax.llm import LLM
-    from uniprefill_jax.result_file import write_result
+        if distributed:
+            raise InputError("--compare-python measures one device; leave it or --distributed out")
+        rivals = _transformers(compare_python, config, cells, runs, seconds, options.resolve_dtype(dtype))
+    with devices.open_devices(
+        tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
+    ) as where:
+        from uniprefill_jax.bench.ttft import Measurement
+        from uniprefill_jax.llm import LLM
+        from uniprefill_jax.result_file import write_result
 
-    llm = LLM.load(model, dtype=data_type) if config is None else LLM.from_config(config, dtype=data_type)
-    measurement = Measurement(
-        arch or model, tuple(top_ps), base, runs, seconds, lengths_by, _tokens(llm, text, max(cells)[0])
-    )
-    command = " ".join(["uniprefill", *sys.argv[1:]])
-    table: list[dict[str, Any]] = []
-    for length, batch in cells:
-        for row in measurement.rows(llm, length, batch):
-            row |= rivals.get((length, batch), {}) if row["method"] == "dense" else {}
-            table.append(row)
-            print(json.dumps(row), flush=True)
-        if json_path is not None:  # after every cell: a run cut short still leaves what it measured
-            write_result(json_path, command, table)
+        data_type = options.resolve_dtype(dtype)
+        if config is None:
+            llm = LLM.load(model, dtype=data_type, mesh=where.mesh)
+        else:
+            llm = LLM.from_config(config, dtype=data_type, mesh=where.mesh)
+        measurement = Measurement(
+            arch or model, tuple(top_ps), base, runs, seconds, lengths_by, _tokens(llm, text, max(cells)[0])
+        )
+        command = " ".join(["uniprefill", *sys.argv[1:]])
+        table: list[dict[str, Any]] = []
+        for length, batch in cells:
+            for row in measurement.rows(llm, length, batch):
+                row |= rivals.get((length, batch), {}) if row["method"] == "dense" else {}
+                table.append(row)
+                if where.speaks:
+                    print(json.dumps(row), flush=True)
+            if where.speaks and json_path is not None:  # after every cell: a run cut short leaves what it measured
+                write_result(json_path, command, table)
 
 
 @bench.command()
@@ -110,6 +124,7 @@ def throughput(
     dtype: options.DataTypeOption = "auto",
     seed: int = 0,
     json_path: options.JsonOption = None,
+    tensor_parallel_size: devices.TensorParallelOption = None,
 ) -> None:
     """The engine under load: tokens per second, latencies, pages held; dense and dropping on the same requests."""
     options.check_output(json_path)
@@ -136,42 +151,54 @@ def throughput(
     from uniprefill_jax.llm import LLM
     from uniprefill_jax.result_file import write_result
 
-    llm = LLM.load(model, dtype=data_type) if config is None else LLM.from_config(config, dtype=data_type)
-    longest = max([math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2, *disturbance[2:]])
-    engine_config = EngineConfig(
-        pool_pages=int(pool_gib * 2**30 / bytes_of_page(llm.config, EngineConfig().page_size, llm.dtype)),
-        max_running=max_running,
-        prefill_chunk=prefill_chunk,
-        max_length=min(longest, llm.config.max_position),
-    )
-    engine = Engine(llm, engine_config)
-    table: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        table.append(row)
-        print(json.dumps(row), flush=True)
-        if json_path is not None:  # after every row: a run cut short still leaves what it measured
-            write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
-
-    for length, batch in cells:
-        load = measured.Load(
-            batch, length, output_len, range_ratio, request_rate, burstiness, max_concurrency or None, seed
+    tp = tensor_parallel_size or 1
+    with devices.open_devices(tensor_parallel_size) as where:
+        if config is None:
+            llm = LLM.load(model, dtype=data_type, mesh=where.mesh)
+        else:
+            llm = LLM.from_config(config, dtype=data_type, mesh=where.mesh)
+        longest = max([math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2, *disturbance[2:]])
+        engine_config = EngineConfig(
+            pool_pages=int(pool_gib * 2**30 / bytes_of_page(llm.config, EngineConfig().page_size, llm.dtype)),
+            max_running=max_running,
+            prefill_chunk=prefill_chunk,
+            max_length=min(longest, llm.config.max_position),
         )
-        dense_rate = None
-        for method, setting in configs.items():
-            measured.run_load(engine, replace(load, num_prompts=min(batch, 2), request_rate=math.inf), setting)
-            row = measured.run_load(engine, load, setting).row(limits)
-            dense_rate = dense_rate or row["tokens_per_s"]
-            labels = {"arch": arch or model, "n": length, "batch": batch, "tp": 1, "dtype": data_type, "method": method}
-            gain = round(row["tokens_per_s"] / dense_rate, 4)
-            add(labels | row | {"dense_tokens_per_s": dense_rate, "gain": gain, "prefill_chunk": prefill_chunk})
-    if disturbance:
-        running, short, long = disturbance
-        for method, setting in configs.items():
-            measured.run_load(engine, measured.Load(1, long, 2), setting)
-            row = measured.interference(engine, running, short, long, setting, seed)
-            labels = {"arch": arch or model, "n": long, "batch": running, "tp": 1, "dtype": data_type}
-            add(labels | {"method": f"{method}, interference", "prefill_chunk": prefill_chunk} | row)
+        engine = Engine(llm, engine_config)
+        table: list[dict[str, Any]] = []
+
+        def add(row: dict[str, Any]) -> None:
+            table.append(row)
+            print(json.dumps(row), flush=True)
+            if json_path is not None:  # after every row: a run cut short still leaves what it measured
+                write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
+
+        for length, batch in cells:
+            load = measured.Load(
+                batch, length, output_len, range_ratio, request_rate, burstiness, max_concurrency or None, seed
+            )
+            dense_rate = None
+            for method, setting in configs.items():
+                measured.run_load(engine, replace(load, num_prompts=min(batch, 2), request_rate=math.inf), setting)
+                row = measured.run_load(engine, load, setting).row(limits)
+                dense_rate = dense_rate or row["tokens_per_s"]
+                labels = {
+                    "arch": arch or model,
+                    "n": length,
+                    "batch": batch,
+                    "tp": tp,
+                    "dtype": data_type,
+                    "method": method,
+                }
+                gain = round(row["tokens_per_s"] / dense_rate, 4)
+                add(labels | row | {"dense_tokens_per_s": dense_rate, "gain": gain, "prefill_chunk": prefill_chunk})
+        if disturbance:
+            running, short, long = disturbance
+            for method, setting in configs.items():
+                measured.run_load(engine, measured.Load(1, long, 2), setting)
+                row = measured.interference(engine, running, short, long, setting, seed)
+                labels = {"arch": arch or model, "n": long, "batch": running, "tp": tp, "dtype": data_type}
+                add(labels | {"method": f"{method}, interference", "prefill_chunk": prefill_chunk} | row)
 
 
 def _goodput(text: str) -> dict[str, float]:

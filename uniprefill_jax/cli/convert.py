@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from uniprefill_jax.cli.options import DataTypeOption, resolve_dtype
+from uniprefill_jax.cli.reading import reading
 
 
 def convert(
@@ -19,14 +19,6 @@ def convert(
     from checkpoints_convert import convert as convert_checkpoint
 
     console = Console(stderr=True)
-    columns = (TextColumn("Reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    # Off a terminal the bar would leave an empty line behind, even before an error.
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(source, total=None)
-        convert_checkpoint(
-            source,
-            destination,
-            resolve_dtype(dtype),
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with reading(console, source) as progress:
+        convert_checkpoint(source, destination, resolve_dtype(dtype), progress=progress)
     console.print(f"Wrote {destination}", highlight=False)

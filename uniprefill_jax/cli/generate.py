@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from uniprefill_jax.cli import options
+from uniprefill_jax.cli import devices, options
+from uniprefill_jax.cli.reading import reading
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
@@ -49,6 +50,11 @@ def generate(
     score: options.ScoreOption = DEFAULTS.score,
     score_memory: options.ScoreMemoryOption = DEFAULTS.score_memory,
     top_p_over: options.TopPOverOption = DEFAULTS.top_p_over,
+    tensor_parallel_size: devices.TensorParallelOption = None,
+    distributed: devices.DistributedOption = False,
+    coordinator_address: devices.CoordinatorAddressOption = None,
+    num_processes: devices.NumProcessesOption = None,
+    process_id: devices.ProcessIdOption = None,
 ) -> None:
     """Generate text from MODEL; the text goes to standard output, everything else to standard error."""
     config = options.make_config(
@@ -75,23 +81,44 @@ def generate(
     if stream and json is not None:
         raise InputError("--json measures a whole run, which --stream does not give; leave one of them out")
     text = _read_prompt(prompt, prompt_file)
-    console = Console(stderr=True)
+    with devices.open_devices(
+        tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
+    ) as where:
+        _generate(model, text, chat, options.resolve_dtype(dtype), config, sampling, stream, json, where)
+
+
+def _generate(
+    model: str,
+    text: str,
+    chat: bool | None,
+    dtype: str,
+    config: UniPrefillConfig,
+    sampling: SamplingConfig,
+    stream: bool,
+    json: Path | None,
+    where: devices.Devices,
+) -> None:
+    """Load, run and print; of several processes only the first prints."""
     from uniprefill_jax.llm import LLM
 
-    with console.status(f"Loading {model}"):
-        llm = LLM.load(model, dtype=options.resolve_dtype(dtype))
+    console = Console(stderr=True, quiet=not where.speaks)
+    with reading(console, model) as progress:
+        llm = LLM.load(model, dtype=dtype, mesh=where.mesh, progress=progress)
     token_ids = _tokenize(llm, model, text, chat)
     if stream:
         for _, piece in llm.stream(token_ids, config, sampling):
-            print(piece, end="", flush=True)
-        print()
+            if where.speaks:
+                print(piece, end="", flush=True)
+        if where.speaks:
+            print()
         return
     with console.status(f"Compiling for, and reading, {len(token_ids):,} tokens"):
         completion = llm.generate([token_ids], config, sampling)[0]
-    print(completion.text)
     _report(console, completion)
-    if json is not None:
-        _write(json, model, completion)
+    if where.speaks:
+        print(completion.text)
+        if json is not None:
+            _write(json, model, completion)
 
 
 def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from uniprefill_jax.cli import options
+from uniprefill_jax.cli import devices, options
+from uniprefill_jax.cli.reading import reading
 from uniprefill_jax.config import EngineConfig, UniPrefillConfig
 from uniprefill_jax.errors import ConfigError
 
@@ -70,6 +71,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=LIMITS)
     ] = 60.0,
+    tensor_parallel_size: devices.TensorParallelOption = None,
     dense: options.DenseOption = False,
     top_p: options.TopPOption = DEFAULTS.top_p,
     block_size: options.BlockSizeOption = DEFAULTS.block_size,
@@ -125,17 +127,18 @@ def serve(
     from uniprefill_jax.engine.engine import Engine
     from uniprefill_jax.llm import LLM
 
-    with console.status(f"Loading {model}"):
-        llm = LLM.load(model, dtype=options.resolve_dtype(dtype))
-    if cache_tokens is not None:
-        engine_config = replace(engine_config, pool_pages=_pages(llm.config, cache_tokens, page_size))
-    engine = Engine(llm, engine_config)
-    if warmup:
-        _warm_up(console, engine, config, warmup_tokens)
-    if dense_below is None:
-        dense_below = _remembered(console, engine, config)
-    configure_logging()
-    run_server(engine, replace(settings, dense_below=dense_below))
+    with devices.open_devices(tensor_parallel_size) as where:
+        with reading(console, model) as progress:
+            llm = LLM.load(model, dtype=options.resolve_dtype(dtype), mesh=where.mesh, progress=progress)
+        if cache_tokens is not None:
+            engine_config = replace(engine_config, pool_pages=_pages(llm.config, cache_tokens, page_size))
+        engine = Engine(llm, engine_config)
+        if warmup:
+            _warm_up(console, engine, config, warmup_tokens)
+        if dense_below is None:
+            dense_below = _remembered(console, engine, config)
+        configure_logging()
+        run_server(engine, replace(settings, dense_below=dense_below))
 
 
 def _pages(model: "ModelConfig", tokens: int, page_size: int) -> int:

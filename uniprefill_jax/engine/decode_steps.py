@@ -5,22 +5,25 @@ segments. The host reads nothing but the tokens, and hands in nothing but which 
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.paged_attention import paged_attention
 from uniprefill_jax.cache.pools import DUMMY_SLOT, CachePools, attention_layers
-from uniprefill_jax.engine.prefill_steps import LayerPlaces, write_rows
+from uniprefill_jax.engine.prefill_steps import LayerPlaces, RowPlaces, write_and_attend
 from uniprefill_jax.models.attention import Attention
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.gated_delta_net import GatedDeltaNet, RecurrentCache
 from uniprefill_jax.models.layer_loop import group_layers, loop_layers
 from uniprefill_jax.models.rope import rope_table
+from uniprefill_jax.parallel.shards import gathered
 from uniprefill_jax.sampling import Drawn, SamplingKind, SamplingNumbers, sample, token_logprobs
 
 # Commands to a row of the decode batch; a token id means: go on with this token, whatever was drawn.
@@ -67,10 +70,10 @@ class Joining:
     """One request's column of `DecodeSlots`."""
 
     page_tables: Int32[Array, "attention_layers max_pages"]
-    kept: Int32[Array, " attention_layers"]
-    prompt_length: Int32[Array, ""]
+    kept: Int32[Array | np.ndarray, " attention_layers"]
+    prompt_length: Int32[Array, ""] | np.int32
     tails: Int32[Array, "window_layers window"]
-    window_counts_kept: Bool[Array, ""]
+    window_counts_kept: Bool[Array, ""] | np.bool_
     numbers: SamplingNumbers
 
 
@@ -123,7 +126,7 @@ def finish_prefill(
     """
     in_stack = LayerPlaces(model.config).in_stack()
     last = jax.lax.dynamic_slice_in_dim(x, last_row, 1)
-    logits = model.logits(model.layer(kind, in_stack[model.config.num_layers - 1]).transform(last))
+    logits = gathered(model.logits(model.layer(kind, in_stack[model.config.num_layers - 1]).transform(last)))
     token = sample(logits, sampling, joining.numbers, jnp.zeros((), jnp.int32))[0]
     joined = replace(
         slots,
@@ -184,10 +187,10 @@ def decode_step(
             first = _first_visible(spec, slots, before, positions, in_tails[layer])
 
             def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, CachePools]:
-                written = write_rows(pools, keys, values, table, before, runs)
                 lengths = jnp.where(runs, before + 1, 0)
-                output = paged_attention(queries, written.keys, written.values, table, lengths, first, scale=scale)
-                return output, written
+                places = RowPlaces(table, before, runs)
+                attention = partial(paged_attention, scale=scale)
+                return write_and_attend(attention, pools, (queries, keys, values), places, lengths, first)
 
             return module.mix_with(x, lambda x: mixer.attend_with(x, rope, attend))
         assert isinstance(mixer, GatedDeltaNet)
@@ -203,7 +206,7 @@ def decode_step(
 
     fed = jnp.where(runs, jnp.where(commands >= 0, commands, slots.tokens), 0)
     x, pools = loop_layers(group_layers(places.kinds), 0, whole, (model.embed(fed), pools))
-    logits = model.logits(x)
+    logits = gathered(model.logits(x))
     tokens = draw_tokens(draws, logits, slots.numbers, slots.decoded + 1)
     drawn = Drawn(tokens, token_logprobs(logits, tokens) if reports else None)
     after = replace(

@@ -58,15 +58,22 @@ class _Pending:
 
 
 class Engine:
-    """Continuous batching over one model on one device. Not thread-safe: one thread submits, steps and cancels."""
+    """Continuous batching over one model, on one device or on a mesh that is one replica.
+
+    Not thread-safe: one thread submits, steps and cancels. On a mesh of several processes each of them runs an engine,
+    and all have to be given the same calls in the same order.
+    """
 
     def __init__(self, llm: LLM, config: EngineConfig | None = None):
         """Allocate the pools.
 
-        Raises ConfigError for a model that is sharded over a mesh.
+        Raises ConfigError for a model on a mesh of several data replicas.
         """
-        if llm.mesh is not None:
-            raise ConfigError("the engine runs on one device, and this model is sharded over a mesh; load it without")
+        if len(llm.replicas) > 1:
+            raise ConfigError(
+                f"the model lies on a mesh of {len(llm.replicas)} data replicas and an engine runs one; load it with "
+                "data_parallel_size=1 in one process per replica, behind a load balancer"
+            )
         self.llm = llm
         self.config = config or EngineConfig()
         self.max_length = min(self.config.max_length, llm.config.max_position)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from uniprefill_jax.cache.pools import CachePools, attention_layers, make_pools
@@ -89,16 +88,18 @@ class Executor:
         self.model = llm.config
         self.config = config
         self.max_pages = pages_of(max_length, config.page_size)
-        self.pools: CachePools = make_pools(
-            llm.config, config.pool_pages, config.page_size, config.max_running, DTYPES[llm.dtype]
-        )
-        self.slots = empty_slots(llm.config, config.max_running, self.max_pages, config.pool_pages)
         self._dtype = DTYPES[llm.dtype]
         self._programs = StepPrograms.of(llm)
+        pages, slots = (config.pool_pages, config.page_size), config.max_running
+        shards = self._programs.shards
+        self.pools: CachePools = self._programs.make(
+            partial(make_pools, llm.config, *pages, slots, self._dtype, shards=shards)
+        )
+        self.slots = self._programs.make(partial(empty_slots, llm.config, slots, self.max_pages, config.pool_pages))
         self._rows: dict[int, _Rows] = {}
         self.chunk_sizes = _chunk_sizes(config.prefill_chunk)
         shape = (len(attention_layers(llm.config)), config.max_running)
-        self._no_new_pages = jnp.full(shape, config.pool_pages, jnp.int32)
+        self._no_new_pages = self._programs.put(np.full(shape, config.pool_pages, np.int32))
 
     @property
     def compiled(self) -> int:
@@ -205,8 +206,8 @@ class Executor:
             drop_layers=drop_layers,
             all_rows=buffer,
             kept_rows=None,
-            queries=jnp.zeros((window, self.model.num_heads, self.model.head_dim), self._dtype),
-            tails=jnp.zeros((len(window_layers(self.model)), longest_window(self.model)), jnp.int32),
+            queries=self._programs.put(np.zeros((window, self.model.num_heads, self.model.head_dim), self._dtype)),
+            tails=self._programs.put(np.zeros((len(window_layers(self.model)), longest_window(self.model)), np.int32)),
             page_tables=self._page_tables(request),
         )
         self._rows[request.id] = rows
@@ -237,11 +238,11 @@ class Executor:
         assert request.pages is not None
         joining = Joining(
             page_tables=rows.page_tables,
-            kept=jnp.asarray(request.pages.lengths()),
-            prompt_length=jnp.asarray(len(request.prompt), jnp.int32),
+            kept=request.pages.lengths(),
+            prompt_length=np.int32(len(request.prompt)),
             tails=rows.tails,
-            window_counts_kept=jnp.asarray(request.config.sliding_window == "kept"),
-            numbers=SamplingNumbers.of(request.sampling),
+            window_counts_kept=np.bool_(request.config.sliding_window == "kept"),
+            numbers=self._programs.put(SamplingNumbers.of(request.sampling)),
         )
         kind = SamplingKind.of(request.sampling)
         finish = self._programs.with_model(
@@ -268,7 +269,7 @@ class Executor:
 
     def _page_tables(self, request: Request) -> jax.Array:
         assert request.pages is not None
-        return jnp.asarray(request.pages.device_table(self.max_pages, self.config.pool_pages))
+        return self._programs.put(request.pages.device_table(self.max_pages, self.config.pool_pages))
 
 
 def _chunk_sizes(largest: int) -> tuple[int, ...]:

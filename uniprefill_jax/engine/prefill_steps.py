@@ -4,12 +4,15 @@ Rows of the prompt wait in a buffer between stages. A chunk is loaded from it, r
 the stage's layers, and stored back; when a stage is through, the drop scores, selects and compacts the buffer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from uniprefill_jax.cache.pools import CachePools, attention_layers, linear_layers
@@ -22,6 +25,8 @@ from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
 from uniprefill_jax.models.layer_loop import index_table, loop_layers, loop_run
 from uniprefill_jax.models.rope import rope_table
+from uniprefill_jax.parallel.mesh import TENSOR
+from uniprefill_jax.parallel.shards import per_shard
 from uniprefill_jax.sparsify.drop import DropInputs, choose_tokens, compact
 
 # Position of rows that hold no token: behind all that do, so that positions always rise.
@@ -175,9 +180,10 @@ def run_stage(
             rope, scale, table = ropes[spec.rope], mixer.scale, page_tables[place]
 
             def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, tuple[CachePools, Array]]:
-                written = write_rows(pools, keys, values, table, chunk.rows, chunk.real)
                 last = jnp.where(chunk.real, chunk.rows, -1)
-                output = chunk_attention(queries, written.keys, written.values, table, first, last, scale=scale)
+                places = RowPlaces(table, chunk.rows, chunk.real)
+                attention = partial(chunk_attention, scale=scale)
+                output, written = write_and_attend(attention, pools, (queries, keys, values), places, first, last)
                 return output, (written, queries)
 
             x, (pools, queries) = module.mix_with(x, lambda x: mixer.attend_with(x, rope, attend))
@@ -245,31 +251,56 @@ def put_back(full: Float[Array, "R D"], kept: Float[Array, "R D"], indices: Int3
     return full.at[indices].set(kept, mode="drop")
 
 
-def write_rows(
-    pools: CachePools,
-    keys: Float[Array, "T KV d"],
-    values: Float[Array, "T KV d"],
-    page_table: Int32[Array, " max_pages"] | Int32[Array, "T max_pages"],
-    rows: Int32[Array, " T"],
-    real: Bool[Array, " T"],
-) -> CachePools:
-    """Write keys and values at rows of one request, or (a table per row) of one request each; others go nowhere."""
-    num_pages, kv_heads, page, head_dim = pools.keys.shape
-    column = jnp.where(real, rows // page, NOWHERE)
-    if page_table.ndim == 1:
-        ids = page_table.at[column].get(mode="fill", fill_value=num_pages)
-    else:
-        ids = page_table.at[jnp.arange(rows.shape[0]), column].get(mode="fill", fill_value=num_pages)
-    places = (ids[:, None] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)) * page + (rows % page)[:, None]
-    places = jnp.where((ids < num_pages)[:, None], places, NOWHERE).reshape(-1)
+class RowPlaces(NamedTuple):
+    """Where new rows go: rows of one request, or (a table per row) of one request each; those not real go nowhere."""
 
-    def write(pool: Array, new: Array) -> Array:
+    page_table: Int32[Array, " max_pages"] | Int32[Array, "T max_pages"]
+    rows: Int32[Array, " T"]
+    real: Bool[Array, " T"]
+
+    def write(self, pages: Float[Array, "P heads page d"], new: Float[Array, "T heads d"]) -> Array:
+        """The pages with the new rows in them."""
+        num_pages, heads, page, head_dim = pages.shape
+        column = jnp.where(self.real, self.rows // page, NOWHERE)
+        if self.page_table.ndim == 1:
+            ids = self.page_table.at[column].get(mode="fill", fill_value=num_pages)
+        else:
+            ids = self.page_table.at[jnp.arange(self.rows.shape[0]), column].get(mode="fill", fill_value=num_pages)
+        places = (ids[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * page + (self.rows % page)[:, None]
+        places = jnp.where((ids < num_pages)[:, None], places, NOWHERE).reshape(-1)
         # By rows of one key head: a TPU would keep the pool in another order for updates that span the heads of a row,
         # and copy all of it to and fro in every layer.
-        updates = new.astype(pool.dtype).reshape(-1, head_dim)
-        return pool.reshape(-1, head_dim).at[places].set(updates, mode="drop").reshape(pool.shape)
+        updates = new.astype(pages.dtype).reshape(-1, head_dim)
+        return pages.reshape(-1, head_dim).at[places].set(updates, mode="drop").reshape(pages.shape)
 
-    return replace(pools, keys=write(pools.keys, keys), values=write(pools.values, values))
+
+def write_and_attend(
+    attention: Callable[..., Float[Array, "T H d"]],
+    pools: CachePools,
+    projected: tuple[Float[Array, "T H d"], Float[Array, "T KV d"], Float[Array, "T KV d"]],
+    places: RowPlaces,
+    *ranges: Int32[Array, " T"],
+) -> tuple[Float[Array, "T H d"], CachePools]:
+    """Write keys and values into their pages, then `attention(queries, keys, values, page_table, *ranges)` over these.
+
+    `projected` are queries, keys and values of the new rows. On a mesh every shard does it with its own heads.
+    """
+    queries, keys, values = projected
+    # Where shards outnumber KV heads the pages hold each head several times (see `held_kv_heads`).
+    copies = pools.keys.shape[1] // keys.shape[1]
+    if copies > 1:
+        keys, values = (jnp.repeat(array, copies, axis=1) for array in (keys, values))
+
+    def on_shard(queries: Array, keys: Array, values: Array, key_pages: Array, value_pages: Array, *rest: Any) -> Any:
+        places, ranges = RowPlaces(*rest[:3]), rest[3:]
+        key_pages, value_pages = places.write(key_pages, keys), places.write(value_pages, values)
+        return attention(queries, key_pages, value_pages, places.page_table, *ranges), key_pages, value_pages
+
+    cut, whole = PartitionSpec(None, TENSOR), PartitionSpec()
+    specs = (*(cut,) * 5, *(whole,) * (len(places) + len(ranges)))
+    shards = per_shard(on_shard, specs, (cut, cut, cut))
+    output, key_pages, value_pages = shards(queries, keys, values, pools.keys, pools.values, *places, *ranges)
+    return output, replace(pools, keys=key_pages, values=value_pages)
 
 
 def last_positions(

@@ -1,6 +1,7 @@
 """The engine's compiled programs of one model, shared by all engines over it."""
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -8,6 +9,7 @@ import jax
 from flax import nnx
 
 from uniprefill_jax.llm import LLM
+from uniprefill_jax.parallel.mesh import TENSOR
 
 _BY_MODEL: "WeakKeyDictionary[LLM, StepPrograms]" = WeakKeyDictionary()
 
@@ -19,6 +21,8 @@ class StepPrograms:
         """Use `StepPrograms.of`."""
         self._graph, self._parameters = llm.programs.graph, llm.programs.parameters
         self._precision = llm.programs.precision
+        self._rules = llm.programs.rules
+        self._put = llm.programs.put
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
 
     @classmethod
@@ -28,6 +32,10 @@ class StepPrograms:
             _BY_MODEL[llm] = cls(llm)
         return _BY_MODEL[llm]
 
+    def put(self, arrays: Any) -> Any:
+        """Arrays of the host (a pytree) on every device that the programs run on."""
+        return self._put(arrays)
+
     @property
     def count(self) -> int:
         """Functions made so far."""
@@ -36,14 +44,17 @@ class StepPrograms:
     def get(self, key: Hashable, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
         """The jitted function of this key."""
         if key not in self._compiled:
-            compiled = jax.jit(function, donate_argnums=donate)
-
-            def call(*arguments: Any) -> Any:
-                with jax.default_matmul_precision(self._precision):
-                    return compiled(*arguments)
-
-            self._compiled[key] = call
+            self._compiled[key] = self._jitted(function, donate)
         return self._compiled[key]
+
+    @property
+    def shards(self) -> int:
+        """Tensor shards of the model."""
+        return 1 if self._rules is None else self._rules.mesh.shape[TENSOR]
+
+    def make[Tree](self, function: Callable[[], Tree]) -> Tree:
+        """What `function` makes, placed as programs return it: no device ever holds the pools of all shards."""
+        return function() if self._rules is None else self._jitted(function)()
 
     def with_model(
         self, key: Hashable, function: Callable[..., Any], donate: tuple[int, ...] = ()
@@ -56,3 +67,20 @@ class StepPrograms:
 
         program = self.get(key, merged, donate)
         return lambda *arguments: program(self._parameters, *arguments)
+
+    def _jitted(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
+        rules = self._rules
+
+        def placed(*arguments: Any) -> Any:
+            outputs = function(*arguments)
+            return outputs if rules is None else rules.constrain_steps(outputs)
+
+        compiled = jax.jit(placed, donate_argnums=donate)
+
+        def call(*arguments: Any) -> Any:
+            # The mesh in force while a program is traced decides what runs per shard (parallel/shards.py).
+            mesh = nullcontext() if rules is None else jax.set_mesh(rules.mesh)
+            with jax.default_matmul_precision(self._precision), mesh:
+                return compiled(*arguments)
+
+        return call

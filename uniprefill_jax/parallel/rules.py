@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from uniprefill_jax.cache.pools import CachePools
 from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.models.attention import AttentionCache
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
@@ -19,6 +20,7 @@ from uniprefill_jax.parallel.mesh import TENSOR
 MESH_AXES: Mapping[str, str | None] = {
     "heads": TENSOR,
     "kv_heads": TENSOR,
+    "held_kv_heads": TENSOR,  # of the engine's pages: never fewer than shards
     "key_heads": TENSOR,
     "value_heads": TENSOR,
     "mlp": TENSOR,
@@ -101,29 +103,63 @@ class ShardingRules:
         del path
         return NamedSharding(self.mesh, self.partition(*spec.full_axes))
 
-    def constrain_caches(self, caches: dict[str, Any]) -> dict[str, Any]:
-        """Caches by layer kind, of the prompt or of generated tokens, cut like the heads that fill them."""
+    def caches(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """Placement of caches by layer kind, of a prompt or of generated tokens: cut like the heads that fill them."""
 
-        def cut(array: jax.Array, axis: str, place: int) -> jax.Array:
+        def cut(array: jax.Array, axis: str, place: int) -> NamedSharding:
             names: list[str | None] = [None] * array.ndim
             names[place] = axis
-            return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, self.partition(*names)))
+            return NamedSharding(self.mesh, self.partition(*names))
 
-        constrained: dict[str, Any] = {}
+        placements: dict[str, Any] = {}
         for kind, cache in caches.items():
             if isinstance(cache, AttentionCache):
-                constrained[kind] = AttentionCache(*(cut(array, "kv_heads", -2) for array in cache))
+                placements[kind] = AttentionCache(*(cut(array, "kv_heads", -2) for array in cache))  # pyright: ignore
             else:
                 assert isinstance(cache, RecurrentCache)
                 # The inputs of the convolution lie in key-head groups.
                 conv_state = cut(cache.conv_state, "key_heads", -1)
-                constrained[kind] = RecurrentCache(conv_state, cut(cache.recurrent_state, "value_heads", -3))
-        return constrained
+                recurrent_state = cut(cache.recurrent_state, "value_heads", -3)
+                placements[kind] = RecurrentCache(conv_state, recurrent_state)  # pyright: ignore
+        return placements
+
+    def constrain_caches(self, caches: dict[str, Any]) -> dict[str, Any]:
+        """Caches where `caches` places them."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, caches, self.caches(caches))
+
+    def pools(self) -> CachePools:
+        """Placement of the engine's pools."""
+
+        def cut(*axes: str | None) -> NamedSharding:
+            return NamedSharding(self.mesh, self.partition(*axes))
+
+        pages = cut(None, "held_kv_heads")
+        placements = dict(
+            keys=pages,
+            values=pages,
+            # The inputs of the convolution lie in key-head groups.
+            conv=cut(None, None, None, "key_heads"),
+            recurrent=cut(None, None, "value_heads"),
+        )
+        return CachePools(**placements)  # pyright: ignore[reportArgumentType]
 
     def constrain_logits(self, logits: jax.Array) -> jax.Array:
         """Logits [B, vocab] on every shard: gathered as such, or the compiler gathers the weights of the head."""
         cut = NamedSharding(self.mesh, self.partition(None, "vocab"))
         return self.constrain_replicated(jax.lax.with_sharding_constraint(logits, cut))
+
+    def constrain_steps[Tree](self, outputs: Tree) -> Tree:
+        """What a program of the engine returns: pools as they are placed, all else on every shard."""
+
+        def is_pools(part: Any) -> bool:
+            return isinstance(part, CachePools)
+
+        def place(part: Any) -> Any:
+            if is_pools(part):
+                return jax.tree.map(jax.lax.with_sharding_constraint, part, self.pools())
+            return self.constrain_replicated(part)
+
+        return jax.tree.map(place, outputs, is_leaf=is_pools)
 
     def constrain_replicated[Tree](self, arrays: Tree) -> Tree:
         """Arrays that every shard holds whole."""

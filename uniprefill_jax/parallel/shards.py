@@ -40,6 +40,17 @@ def whole(array: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     return jax.lax.with_sharding_constraint(array, PartitionSpec())
 
 
+def gathered(array: Shaped[Array, "*rows columns"]) -> Shaped[Array, "*rows columns"]:
+    """An array whose last axis the shards made in parts (logits), whole on every shard.
+
+    Said in two steps, or the compiler may gather the weights behind it instead.
+    """
+    if tensor_shards() == 1 or _inside():
+        return array
+    cut = PartitionSpec(*(None,) * (array.ndim - 1), TENSOR)
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(array, cut), PartitionSpec())
+
+
 def shard_index() -> Int32[Array, ""] | int:
     """Which tensor shard this is, inside `per_shard`; 0 where nothing is cut."""
     return jax.lax.axis_index(TENSOR) if _inside() else 0
