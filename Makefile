@@ -73,7 +73,7 @@ tpu-aot: $(STAMPS)/aot-tpu
 # Resolves pyproject.toml anew, on the oldest supported Python; the hashes cover every platform's files.
 lock: $(STAMPS)/development
 	$(call pip_compile,lock.txt,,requirements/pins.txt)
-	$(call pip_compile,lock-dev.txt,--extra dev --extra serve,requirements/lock.txt)
+	$(call pip_compile,lock-dev.txt,--extra dev --extra plots --extra serve,requirements/lock.txt)
 
 pip_compile = $(PYTHON_IN_VENV) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	--no-header --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \

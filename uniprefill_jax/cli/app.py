@@ -7,6 +7,7 @@ import typer
 from uniprefill_jax.cli.bench import bench
 from uniprefill_jax.cli.convert import convert
 from uniprefill_jax.cli.demo import demo
+from uniprefill_jax.cli.explain import explain
 from uniprefill_jax.cli.generate import generate
 from uniprefill_jax.cli.info import info
 from uniprefill_jax.cli.profile import profile
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS = {command.__name__: command for command in (demo, generate, serve, convert, info, profile)}
+COMMANDS = {command.__name__: command for command in (demo, generate, explain, serve, convert, info, profile)}
 for _command in COMMANDS.values():
     app.command()(_command)
 GROUPS = {"bench": bench}

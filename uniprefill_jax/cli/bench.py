@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from uniprefill_jax.cli import devices, options
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
-bench = typer.Typer(help="Measure: time to the first token, the engine under load.", no_args_is_help=True)
+bench = typer.Typer(help="Measure: time to the first token, the engine under load; report on it.", no_args_is_help=True)
 DEFAULTS = UniPrefillConfig()
 ArchOption = Annotated[str, typer.Option(help="Published shape with random weights, such as llama-3.1-8b.")]
 ModelOption = Annotated[str, typer.Option(help="Or a model with its weights: folder, .gguf file, packaged name.")]
@@ -199,6 +200,24 @@ def throughput(
                 row = measured.interference(engine, running, short, long, setting, seed)
                 labels = {"arch": arch or model, "n": long, "batch": running, "tp": tp, "dtype": data_type}
                 add(labels | {"method": f"{method}, interference", "prefill_chunk": prefill_chunk} | row)
+
+
+@bench.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder with result files, such as benchmarks/results.")],
+    html: Annotated[Path, typer.Option("--html", help="Write the page to this file.")],
+) -> None:
+    """One page with plots and tables of all result files in FOLDER; what cannot be shown is named."""
+    options.check_output(html, "--html")
+    if find_spec("matplotlib") is None:
+        raise InputError('the plots need matplotlib; install "uniprefill-jax[plots]"')
+    from uniprefill_jax.bench.report import build_report
+
+    page, unreadable = build_report(folder)
+    html.write_text(page, encoding="utf-8")
+    for entry in unreadable:
+        print(f"not shown: {entry.name}: {entry.reason}", file=sys.stderr)
+    print(f"wrote {html}")
 
 
 def _goodput(text: str) -> dict[str, float]:

@@ -1,19 +1,17 @@
 """`uniprefill generate`: continue a prompt or answer a message."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from uniprefill_jax.cli import devices, options
+from uniprefill_jax.cli import devices, options, prompts
 from uniprefill_jax.cli.reading import reading
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from uniprefill_jax.llm import LLM
     from uniprefill_jax.results import Completion
 
 SAMPLING = "Sampling"
@@ -22,11 +20,9 @@ DEFAULTS = UniPrefillConfig()
 
 def generate(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m).")],
-    prompt: Annotated[str | None, typer.Option(help="The text; without it or a file, standard input is read.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the text from this file.")] = None,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Use the chat template; by default if there is one.")
-    ] = None,
+    prompt: prompts.PromptOption = None,
+    prompt_file: prompts.PromptFileOption = None,
+    chat: prompts.ChatOption = None,
     stream: Annotated[bool, typer.Option(help="Print the text while it is generated.")] = False,
     dtype: options.DataTypeOption = "auto",
     json: options.JsonOption = None,
@@ -80,7 +76,7 @@ def generate(
     options.check_output(json)
     if stream and json is not None:
         raise InputError("--json measures a whole run, which --stream does not give; leave one of them out")
-    text = _read_prompt(prompt, prompt_file)
+    text = prompts.read_prompt(prompt, prompt_file)
     with devices.open_devices(
         tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
     ) as where:
@@ -104,7 +100,7 @@ def _generate(
     console = Console(stderr=True, quiet=not where.speaks)
     with reading(console, model) as progress:
         llm = LLM.load(model, dtype=dtype, mesh=where.mesh, progress=progress)
-    token_ids = _tokenize(llm, model, text, chat)
+    token_ids = prompts.tokenize(llm, model, text, chat)
     if stream:
         for _, piece in llm.stream(token_ids, config, sampling):
             if where.speaks:
@@ -119,33 +115,6 @@ def _generate(
         print(completion.text)
         if json is not None:
             _write(json, model, completion)
-
-
-def _read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The text from the option, the file or standard input; exactly one of them."""
-    if prompt is not None and prompt_file is not None:
-        raise InputError("both --prompt and --prompt-file are given; use one of them")
-    if prompt is not None:
-        return prompt
-    try:
-        if prompt_file is not None:
-            return prompt_file.read_text(encoding="utf-8")
-        if sys.stdin.isatty():
-            raise InputError("there is no prompt; use --prompt, --prompt-file or standard input")
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{prompt_file or 'standard input'} is not UTF-8 text ({error}); convert it first") from None
-
-
-def _tokenize(llm: "LLM", model: str, text: str, chat: bool | None) -> list[int]:
-    """Token ids of the text, as a user's turn where a chat template is there or asked for."""
-    if llm.tokenizer is None:
-        raise InputError(f"{model} comes without a tokenizer; put its tokenizer.json beside the weights")
-    if not text:
-        raise InputError("the prompt is empty; give at least one character")
-    if chat or (chat is None and llm.tokenizer.has_chat_template):
-        return llm.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    return llm.tokenizer.encode(text)
 
 
 def _report(console: Console, completion: "Completion") -> None:

@@ -106,14 +106,14 @@ def resolve_dtype(choice: DataType) -> Literal["float32", "bfloat16"]:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-def check_output(path: Path | None) -> None:
-    """Refuse a result file that could not be written, before minutes of work go into it.
+def check_output(path: Path | None, option: str = "--json") -> None:
+    """Refuse a file that could not be written, before minutes of work go into it; `option` is where it was named.
 
     Raises:
         InputError: the path is a folder, or its folder does not exist.
     """
     if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-        raise InputError(f"--json is {path}, which cannot be written; name a file in a folder that exists")
+        raise InputError(f"{option} is {path}, which cannot be written; name a file in a folder that exists")
 
 
 def make_config(

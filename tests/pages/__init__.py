@@ -1,0 +1,1 @@
+"""Reading pages back, as text and in a browser."""

@@ -1,0 +1,68 @@
+"""`uniprefill bench report`: the numbers of the result files, what was left out, and no need of the network."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.pages.parsed import Page
+from uniprefill_jax.bench.report import build_report, format_value
+from uniprefill_jax.cli import main
+from uniprefill_jax.errors import InputError
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return Page(build_report(RESULTS)[0])
+
+
+def test_numbers_are_those_of_the_files(page: Page):
+    page.assert_needs_nothing_else()
+    rows = json.loads((RESULTS / "ttft_h200_llama.json").read_text())["rows"]
+    (table,) = (table for table in page.all("table") if table.attributes.get("data-file") == "ttft_h200_llama.json")
+    inside = [element for element in page.elements if table in element.parents]
+    headings = [element.text for element in inside if element.tag == "th"]
+    cells = [element.text for element in inside if element.tag == "td"]
+    assert len(cells) == len(headings) * len(rows)
+    for number, row in enumerate(rows):
+        shown = dict(zip(headings, cells[number * len(headings) :], strict=False))
+        assert {name: text for name, text in shown.items() if text} == {
+            name: format_value(value) for name, value in row.items() if value is not None
+        }
+
+
+def test_every_figure_says_where_it_is_from(page: Page):
+    figures = page.all("figure")
+    assert len(figures) >= 4 and page.all("svg")
+    for figure in figures:
+        (caption,) = (part for part in page.all("figcaption") if figure in part.parents)
+        name = next(path.name for path in RESULTS.glob("*.json") if path.name in caption.text)
+        content = json.loads((RESULTS / name).read_text())
+        for part in (content["command"], content["device"], content["date"], content["versions"]["jax"]):
+            assert part in caption.text
+
+
+def test_what_cannot_be_shown_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row = {"arch": "<script>alert(1)</script>", "n": 8, "batch": 1, "method": "dense", "ttft_ms": 1.5}
+    content = {"command": "c", "date": "d", "device": "e", "versions": {"jax": "1"}, "rows": [row, {"mass": 3}]}
+    (tmp_path / "good.json").write_text(json.dumps(content))
+    (tmp_path / "broken.json").write_text("{")
+    html = tmp_path / "report.html"
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "report", str(tmp_path), "--html", str(html)])
+    error = capsys.readouterr().err
+    assert "not shown: broken.json: it is not JSON" in error and "not shown: good.json: 1 row is of no known" in error
+    page = Page(html.read_text())
+    page.assert_needs_nothing_else()
+    assert "broken.json" in page.by_id("not-shown").text
+    assert "<script>alert(1)</script>" in page.by_id("not-shown").parents[-1].text and not page.all("script")
+
+
+def test_a_folder_without_results_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="holds no .json file"):
+        build_report(tmp_path)
+    (tmp_path / "broken.json").write_text("[]")
+    with pytest.raises(InputError, match="it holds a list"):
+        build_report(tmp_path)

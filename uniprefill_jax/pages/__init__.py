@@ -1,0 +1,1 @@
+"""Self-contained HTML pages: templates, their shared look, and the rendering that keeps them off the network."""
