@@ -94,7 +94,7 @@ def test_lock_holds_the_tested_versions_that_the_reference_also_uses():
 
 
 def test_extras_and_script_are_declared():
-    assert set(PROJECT["optional-dependencies"]) == {"cuda13", "tpu", "demo", "eval", "serve", "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {"cuda13", "tpu", "demo", "eval", "plots", "serve", "dev"}
     assert PROJECT["scripts"] == {"uniprefill": "uniprefill_jax.cli:main"}
     assert PROJECT["requires-python"] == ">=3.12"
 
