@@ -162,7 +162,7 @@ def measure(timer: DeviceTimer, selected: list[Program], seed: int, repeats: int
         ]
         parts = [references[case](jnp.int32(request), *sets[0]) for request in range(shape.batch)]
         expected = np.concatenate(parts).astype(np.float64)
-        labels = {"op": "paged_attention", "batch": shape.batch, "length": shape.length, "ragged": case.ragged}
+        labels = {"op": "paged_attention", "batch": shape.batch, "n": shape.length, "ragged": case.ragged}
         labels |= {"rows": int((lengths - first).sum()), "page": shape.page, "window": shape.window}
         labels |= shape.heads._asdict() | {"dtype": DTYPE, "megabytes": moved / 1e6}
         for program, run in zip(selected, compiled, strict=True):
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tilings of the GPU kernel instead")
     options = parser.parse_args()
     command = "python -m benchmarks.paged_attention" + (" --sweep" if options.sweep else "")
-    rows: list[dict[str, Any]] = [{"seed": time.time_ns() % (1 << 31)}]
+    rows: list[dict[str, Any]] = [{"op": "ceilings", "seed": time.time_ns() % (1 << 31)}]
     options.json.parent.mkdir(parents=True, exist_ok=True)
 
     def add(row: dict[str, Any]) -> None:
