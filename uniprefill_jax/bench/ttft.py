@@ -129,8 +129,7 @@ class Method:
             llm.config, config, drop_layers, prompts.lengths, dtype, lengths_by, on_mesh=llm.mesh is not None
         )
         self.compile_seconds = 0.0
-        self.program_bytes = 0
-        self.program_text = ""
+        self._compiled: Any = None
         self._segments: Any = None
 
     def prepare(self) -> Callable[[], PrefillOutput]:
@@ -143,8 +142,7 @@ class Method:
         inputs = jax.block_until_ready(self.programs.put((tokens, cu_seqlens)))
         program, compiling = self.programs.prefill(self.plan, *inputs)
         self.compile_seconds += compiling
-        self.program_bytes = _bytes_of(program.func)
-        self.program_text = program.func.as_text() or ""
+        self._compiled = program.func
         return program
 
     def run(self) -> float:
@@ -169,6 +167,20 @@ class Method:
             raise FloatingPointError(f"a logit is not finite: {tokens} tokens, top_p {self.plan.config.top_p}")
 
     @property
+    def program_bytes(self) -> int:
+        """Memory on each device of the program while it runs: weights, inputs, results, scratch."""
+        memory = self._compiled.memory_analysis()
+        if memory is None:
+            return 0
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        return held - memory.alias_size_in_bytes
+
+    @property
+    def program_text(self) -> str:
+        """The compiled program, as the compiler spells it."""
+        return self._compiled.as_text() or ""
+
+    @property
     def flops_by_step(self) -> dict[str, float]:
         """Operations of the last run by the cost model, by the names that the steps have in a trace."""
         total: defaultdict[str, float] = defaultdict(float)
@@ -189,15 +201,6 @@ class Method:
 def _devices(llm: LLM) -> int:
     """Devices that share a copy of the model."""
     return 1 if llm.mesh is None else llm.mesh.shape[TENSOR]
-
-
-def _bytes_of(program: Any) -> int:
-    """Memory on each device of a compiled program while it runs: weights, inputs, results, scratch."""
-    memory = program.memory_analysis()
-    if memory is None:
-        return 0
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return held - memory.alias_size_in_bytes
 
 
 def _timing(seconds: Sequence[float], method: Method, flops: float) -> dict[str, Any]:

@@ -78,14 +78,10 @@ def ttft(
         tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
     ) as where:
         from uniprefill_jax.bench.ttft import Measurement
-        from uniprefill_jax.llm import LLM
         from uniprefill_jax.result_file import write_result
 
         data_type = options.resolve_dtype(dtype)
-        if config is None:
-            llm = LLM.load(model, dtype=data_type, mesh=where.mesh)
-        else:
-            llm = LLM.from_config(config, dtype=data_type, mesh=where.mesh)
+        llm = options.open_model(model, config, data_type, where.mesh)
         measurement = Measurement(
             arch or model, tuple(top_ps), base, runs, seconds, lengths_by, _tokens(llm, text, max(cells)[0])
         )
@@ -149,15 +145,11 @@ def throughput(
     from uniprefill_jax.cache.pools import bytes_of_page
     from uniprefill_jax.config import EngineConfig
     from uniprefill_jax.engine.engine import Engine
-    from uniprefill_jax.llm import LLM
     from uniprefill_jax.result_file import write_result
 
     tp = tensor_parallel_size or 1
     with devices.open_devices(tensor_parallel_size) as where:
-        if config is None:
-            llm = LLM.load(model, dtype=data_type, mesh=where.mesh)
-        else:
-            llm = LLM.from_config(config, dtype=data_type, mesh=where.mesh)
+        llm = options.open_model(model, config, data_type, where.mesh)
         longest = max([math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2, *disturbance[2:]])
         engine_config = EngineConfig(
             pool_pages=int(pool_gib * 2**30 / bytes_of_page(llm.config, EngineConfig().page_size, llm.dtype)),

@@ -1,12 +1,17 @@
 """Options that several commands share, with their help, and the objects made from them."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from uniprefill_jax.llm import LLM
 
 DROPPING = "Dropping prompt tokens (UniPrefill)"
 
@@ -95,6 +100,15 @@ def architecture(arch: str, model: str) -> dict[str, Any] | None:
     if arch and arch not in ARCHITECTURES:
         raise InputError(f"--arch is {arch!r}; use one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[arch] if arch else None
+
+
+def open_model(model: str, config: dict[str, Any] | None, dtype: str, mesh: "Mesh | None" = None) -> "LLM":
+    """The model of what `architecture` returned: random weights for a config, else those of `model`."""
+    from uniprefill_jax.llm import LLM
+
+    if config is None:
+        return LLM.load(model, dtype=dtype, mesh=mesh)
+    return LLM.from_config(config, dtype=dtype, mesh=mesh)
 
 
 def resolve_dtype(choice: DataType) -> Literal["float32", "bfloat16"]:

@@ -39,10 +39,9 @@ def profile(
     data_type = options.resolve_dtype(dtype)
     from uniprefill_jax.bench.step_times import trace as traced
     from uniprefill_jax.bench.ttft import Method, Prompts
-    from uniprefill_jax.llm import LLM
     from uniprefill_jax.result_file import write_result
 
-    llm = LLM.load(model, dtype=data_type) if architecture is None else LLM.from_config(architecture, dtype=data_type)
+    llm = options.open_model(model, architecture, data_type)
     if length > llm.config.max_position:
         raise InputError(f"--length is {length}, and the model takes at most {llm.config.max_position}")
     prompts = Prompts(llm, length, batch, None)
@@ -54,8 +53,9 @@ def profile(
         program = method.prepare()
         folder = None if trace is None else trace / name
         profiles[name] = found = traced(program, method.program_text, folder)
+        operations = method.flops_by_step
         for step, seconds in found.seconds.items():
-            flops = method.flops_by_step.get(step, 0.0)
+            flops = operations.get(step, 0.0)
             rows.append(
                 {
                     "arch": arch or model,
