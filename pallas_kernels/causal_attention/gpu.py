@@ -1,60 +1,17 @@
-"""Causal attention on Hopper GPUs: flash attention with wgmma and TMA (Mosaic GPU).
+"""Causal attention on Hopper GPUs: the flash kernel of `gpu_flash` over packed rows, whose keys are the rows' own."""
 
-One program handles one tile of query rows of one head: a few compute warpgroups of 64 rows each, and a memory
-warpgroup that streams key and value tiles through shared memory. In every step a warpgroup has two products in flight:
-the scores of this tile of keys, and the weights of the previous tile times its values. The softmax of this tile runs
-while the second product does, and while the other warpgroups keep the matrix units busy.
-
-Which key tiles a program visits follows from `row_start` at run time: from the first one that its first row sees to the
-causal diagonal. Only tiles that some row sees in part are masked. Programs start in order of falling work, so that the
-longest do not end last.
-"""
-
-import functools
-from typing import Any, NamedTuple
-
-import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.causal_attention.shapes import LN_2, LOG2_E
-
-ROWS = 64  # query rows of one warpgroup's wgmma
-LOWEST = -1e30  # what a running maximum starts from: finite, so that rows that have seen nothing yet make no NaN
-
-# Columns of the tile table; the last two repeat for every warpgroup.
-TILE, COUNT, FIRST, WHOLE_FIRST = 0, 1, 2, 3
-
-
-class Tiling(NamedTuple):
-    """How one program is cut.
-
-    Attributes:
-        warpgroups: compute warpgroups, 64 query rows each.
-        keys: keys of one step.
-        stages: steps whose keys and values shared memory holds.
-    """
-
-    warpgroups: int
-    keys: int
-    stages: int
-
-
-def unsupported(heads: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
-    """Why the kernel cannot take this shape, or None if it can."""
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"dtype is {dtype}; it takes bfloat16 and float16 (wgmma has no float32 product)"
-    if head_dim not in (64, 128, 256):
-        return f"head size is {head_dim}; it takes 64, 128 and 256"
-    return None
-
-
-def default_tiling(head_dim: int) -> Tiling:
-    """The fastest tiling measured for a head size: as many rows and keys as the registers hold."""
-    return {64: Tiling(3, 128, 4), 128: Tiling(2, 128, 2), 256: Tiling(2, 64, 2)}[head_dim]
+from pallas_kernels.causal_attention.gpu_flash import (
+    ROWS,
+    KeyRows,
+    Tiling,
+    default_tiling,
+    flash_attention,
+    tile_table,
+    unsupported,
+)
 
 
 def causal_attention_mosaic_gpu(
@@ -69,10 +26,7 @@ def causal_attention_mosaic_gpu(
     tiling: Tiling | None = None,
     interpretable: bool = False,
 ) -> tuple[Float[Array, "T H d"], Float[Array, "T H"] | None]:
-    """Outputs and, where asked for, log-sum-exps; see `causal_attention`.
-
-    `interpretable` is for the CPU interpreter alone, which knows neither operands in registers nor accumulators that
-    hold something already: values are then multiplied by a plain dot, which does not compile for a GPU.
+    """Outputs and, where asked for, log-sum-exps; see `causal_attention`, and `flash_attention` for `interpretable`.
 
     Raises:
         ValueError: a dtype or head size that the kernel does not take.
@@ -82,300 +36,27 @@ def causal_attention_mosaic_gpu(
     if reason is not None:
         raise ValueError(f"causal_attention: backend 'mosaic_gpu' cannot run this: {reason}; use backend='reference'")
     tiling = tiling or default_tiling(head_dim)
-    if scale < 0:  # the kernel takes the maximum before it scales
+    if scale < 0:
         queries, scale = -queries, -scale
     padding = max(rows + -rows % ROWS, tiling.keys) - rows  # at least one whole copy of keys
     if padding:
         queries, keys, values = (jnp.pad(x, ((0, padding), (0, 0), (0, 0))) for x in (queries, keys, values))
     tile_rows = tiling.warpgroups * ROWS
     starts = jnp.pad(row_start, (0, -(rows + padding) % tile_rows + padding))
-    table = _tile_table(starts, count, tiling)
-    # Values of padding rows may hold NaN, which a weight of 0 does not cancel. Only one tile mixes them with real rows.
+    first = jnp.arange(0, starts.shape[0], ROWS, dtype=jnp.int32)
+    groups = KeyRows(first, jnp.broadcast_to(count, first.shape), jnp.zeros_like(first))
     row = count // tiling.keys * tiling.keys + jnp.arange(tiling.keys, dtype=jnp.int32)
     last_values = jnp.where((row < count)[:, None, None], jnp.take(values, row, axis=0, mode="clip"), 0)
-    outputs, lse = _attention(
-        table,
+    outputs, lse = flash_attention(
+        tile_table(starts, groups, tiling),
         starts,
         queries,
         keys,
         values,
-        last_values,
+        last_values[None],
         scale=scale,
         return_lse=return_lse,
         tiling=tiling,
         interpretable=interpretable,
     )
     return outputs[:rows], None if lse is None else lse[:, :rows].T
-
-
-def _tile_table(starts: Int32[Array, " padded"], count: Int32[Array, ""], tiling: Tiling) -> Int32[Array, "tiles cols"]:
-    """For every program, longest first: its tile of rows, `count`, and for each of its warpgroups the first tile of
-    keys that it sees and the first that all its rows see from the beginning."""
-    first_row = jnp.arange(0, starts.shape[0], ROWS, dtype=jnp.int32)
-    last_row = jnp.clip(count - 1, first_row, first_row + ROWS - 1)
-    steps = jnp.where(first_row < count, last_row // tiling.keys + 1, 0)
-    first = jnp.where(first_row < count, starts[first_row] // tiling.keys, 0)
-    whole_first = (starts[last_row] + tiling.keys - 1) // tiling.keys
-    first, whole_first, steps = (x.reshape(-1, tiling.warpgroups) for x in (first, whole_first, steps))
-    tiles = first.shape[0]
-    tile = jnp.arange(tiles, dtype=jnp.int32)
-    work = steps.max(1) - first[:, 0]
-    # A stable sort by falling work, as ranks: cheaper on a GPU than a sort of so few.
-    earlier = (work[None, :] > work[:, None]) | ((work[None, :] == work[:, None]) & (tile[None, :] < tile[:, None]))
-    rank = earlier.sum(1, dtype=jnp.int32)
-    columns = jnp.stack([first, whole_first], axis=2).reshape(tiles, -1)
-    table = jnp.concatenate([tile[:, None], jnp.broadcast_to(count, (tiles, 1)), columns], axis=1).astype(jnp.int32)
-    return jnp.zeros_like(table).at[rank].set(table, unique_indices=True)
-
-
-def _attention(table, starts, queries, keys, values, last_values, *, scale, return_lse, tiling, interpretable):
-    """The kernel: outputs [T, H, d] and log-sum-exps [H, T]."""
-    rows, heads, head_dim = queries.shape
-    group = heads // keys.shape[1]
-    step_keys, stages, dtype = tiling.keys, tiling.stages, queries.dtype
-    factor = scale * LOG2_E
-    layout = mgpu.Layout.WGMMA
-    producer = tiling.warpgroups
-
-    def body(table_gmem, starts_gmem, q_gmem, k_gmem, v_gmem, last_gmem, out_gmem, *rest):
-        lse_gmem = rest[0] if return_lse else None
-        q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free = rest[1:] if return_lse else rest
-        program = lax.axis_index("program")
-        warpgroup = lax.axis_index("warpgroup")
-        rank = lax.div(program, heads)
-        head = lax.rem(program, heads)
-        first_row = table_gmem[rank, TILE] * (tiling.warpgroups * ROWS)
-        count = table_gmem[rank, COUNT]
-        begin = table_gmem[rank, FIRST]
-        last_row = jnp.minimum(first_row + tiling.warpgroups * ROWS, count) - 1
-        end = jnp.where(first_row < count, lax.div(last_row, step_keys) + 1, begin)
-
-        @pl.when(warpgroup == producer)
-        def _produce():
-            mgpu.set_max_registers(24, action="decrease")
-            kv_head = lax.div(head, group)
-
-            def load(index, _):
-                slot = lax.rem(index, stages)
-                reused = index >= stages
-                row = (begin + index) * step_keys
-
-                @pl.when(reused)
-                def _():
-                    mgpu.barrier_wait(k_free.at[slot])
-
-                mgpu.copy_gmem_to_smem(k_gmem.at[pl.ds(row, step_keys), kv_head], k_smem.at[slot], k_ready.at[slot])
-
-                @pl.when(reused)
-                def _():
-                    mgpu.barrier_wait(v_free.at[slot])
-
-                @pl.when(row + step_keys <= count)
-                def _():
-                    mgpu.copy_gmem_to_smem(v_gmem.at[pl.ds(row, step_keys), kv_head], v_smem.at[slot], v_ready.at[slot])
-
-                @pl.when(row + step_keys > count)
-                def _():
-                    mgpu.copy_gmem_to_smem(last_gmem.at[:, kv_head], v_smem.at[slot], v_ready.at[slot])
-
-                return ()
-
-            def drain(index, _):
-                mgpu.barrier_wait(k_free.at[lax.rem(index, stages)])
-                mgpu.barrier_wait(v_free.at[lax.rem(index, stages)])
-                return ()
-
-            # Every phase of a barrier is awaited by someone, so that none is left open when the program ends.
-            lax.fori_loop(0, end - begin, load, ())
-            lax.fori_loop(jnp.maximum(end - begin - stages, 0), end - begin, drain, ())
-
-        @pl.when(warpgroup < producer)
-        def _consume():
-            mgpu.set_max_registers(_consumer_registers(tiling.warpgroups), action="increase")
-            own_row = first_row + warpgroup * ROWS
-            own_first = jnp.minimum(table_gmem[rank, FIRST + 2 * warpgroup], end)
-            own_last_row = jnp.minimum(own_row + ROWS, count) - 1
-            own_end = jnp.where(own_row < count, lax.div(own_last_row, step_keys) + 1, end)
-            own_first = jnp.where(own_row < count, own_first, end)
-            whole_first = jnp.clip(table_gmem[rank, WHOLE_FIRST + 2 * warpgroup], own_first + 1, own_end)
-            whole_end = jnp.clip(lax.div(own_row + 1, step_keys), whole_first, own_end)
-
-            def slot_of(step):
-                return lax.rem(step - begin, stages)
-
-            def skip(step, _):
-                slot = slot_of(step)
-                mgpu.barrier_wait(k_ready.at[slot])
-                mgpu.barrier_arrive(k_free.at[slot])
-                mgpu.barrier_wait(v_ready.at[slot])
-                mgpu.barrier_arrive(v_free.at[slot])
-                return ()
-
-            def write(result):
-                mgpu.commit_smem()  # until here other warps may have been reading the queries that lie there
-                q_smem[warpgroup] = result
-                mgpu.commit_smem()
-                mgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_gmem.at[pl.ds(own_row, ROWS), head])
-                mgpu.wait_smem_to_gmem(0)
-
-            @pl.when(own_row < count)
-            def _():
-                mgpu.copy_gmem_to_smem(
-                    q_gmem.at[pl.ds(own_row, ROWS), head], q_smem.at[warpgroup], q_ready.at[warpgroup]
-                )
-
-            lax.fori_loop(begin, own_first, skip, ())
-
-            @pl.when(own_row < count)
-            def _():
-                start = mgpu.load(starts_gmem.at[pl.ds(own_row, ROWS)], layout=layout.reduce(1), optimized=False)
-                mgpu.barrier_wait(q_ready.at[warpgroup])
-
-                def weigh(scores, step, maximum, total, masked):
-                    visible = None
-                    if masked:
-                        row = mgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout) + own_row
-                        column = mgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout) + step * step_keys
-                        visible = (column <= row) & (column >= lax.broadcast_in_dim(start, scores.shape, [0]))
-                    return _weigh(scores, visible, factor, maximum, total)
-
-                def score(accumulator, slot):
-                    mgpu.wgmma(accumulator, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
-
-                scores_type = mgpu.WGMMAAccumulatorRef((ROWS, step_keys), jnp.float32)
-
-                def advance(step, carry, *, masked):
-                    """Scores and weights of this step while the previous step's weights meet their values."""
-                    result, maximum, total, weights = carry
-                    slot, previous = slot_of(step), slot_of(step - 1)
-
-                    # The new weights stay float32 until the product of the old ones is done: narrowed before that, they
-                    # would go to the registers that it reads, and the compiler would run one after the other.
-                    def products(result_ref, maximum_ref, total_ref, shrink_ref, weights_ref):
-                        def both(scores_ref):
-                            score(scores_ref, slot)
-                            mgpu.wgmma(result_ref, weights, v_smem.at[previous])
-                            return mgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-
-                        scores = pl.run_scoped(both, scores_type)
-                        mgpu.barrier_arrive(k_free.at[slot])
-                        higher, total, shrink, new = weigh(scores, step, maximum_ref[...], total_ref[...], masked)
-                        maximum_ref[...] = higher
-                        total_ref[...] = total
-                        shrink_ref[...] = shrink
-                        weights_ref[...] = new
-
-                    mgpu.barrier_wait(k_ready.at[slot])
-                    mgpu.barrier_wait(v_ready.at[previous])
-                    if not interpretable:
-                        blank = mgpu.layout_cast(jnp.zeros((ROWS, step_keys), jnp.float32), layout)
-                        state = (mgpu.WGMMAAccumulatorRef.init(result), maximum, total, maximum, blank)
-                        updated: Any = pl.run_state(lambda refs: products(*refs))(state)
-                        result, maximum, total, shrink, new = updated
-                    else:
-                        scores = pl.run_scoped(lambda ref: (score(ref, slot), ref[...])[1], scores_type)
-                        result = result + value(weights, previous)
-                        mgpu.barrier_arrive(k_free.at[slot])
-                        maximum, total, shrink, new = weigh(scores, step, maximum, total, masked)
-                    mgpu.barrier_arrive(v_free.at[previous])
-                    result = result * lax.broadcast_in_dim(shrink, result.shape, [0])
-                    return result, maximum, total, lax.optimization_barrier(new.astype(dtype))
-
-                def value(weights, slot):
-                    product = jnp.dot(weights, v_smem[slot], preferred_element_type=jnp.float32)
-                    mgpu.commit_smem()  # an ordinary read: it ends before the copy that reuses the slot starts
-                    return product
-
-                def first_scores(accumulator):
-                    mgpu.barrier_wait(k_ready.at[slot_of(own_first)])
-                    score(accumulator, slot_of(own_first))
-                    return accumulator[...]
-
-                scores = pl.run_scoped(first_scores, scores_type)
-                mgpu.barrier_arrive(k_free.at[slot_of(own_first)])
-                reduced = layout.reduce(1)
-                maximum = mgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), reduced)
-                total = mgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), reduced)
-                maximum, total, _, weights = weigh(scores, own_first, maximum, total, True)
-                result = mgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), layout)
-                carry = (result, maximum, total, lax.optimization_barrier(weights.astype(dtype)))
-                # Three loops rather than one that decides in every step: that was up to a tenth slower.
-                masked_step = functools.partial(advance, masked=True)
-                carry = lax.fori_loop(own_first + 1, whole_first, masked_step, carry)
-                carry = lax.fori_loop(whole_first, whole_end, functools.partial(advance, masked=False), carry)
-                result, maximum, total, weights = lax.fori_loop(whole_end, own_end, masked_step, carry)
-                last = slot_of(own_end - 1)
-                mgpu.barrier_wait(v_ready.at[last])
-                if not interpretable:
-                    accumulator = mgpu.WGMMAAccumulatorRef.init(result)
-                    final: Any = pl.run_state(lambda ref: mgpu.wgmma(ref, weights, v_smem.at[last]))(accumulator)
-                else:
-                    final = result + value(weights, last)
-                mgpu.barrier_arrive(v_free.at[last])
-                row = mgpu.broadcasted_iota(jnp.int32, (ROWS, head_dim), 0, layout=layout) + own_row
-                final = final * lax.broadcast_in_dim(1.0 / total, final.shape, [0])
-                write(jnp.where(row < count, final, 0.0).astype(dtype))
-                if lse_gmem is not None:
-                    row = mgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=reduced) + own_row
-                    lse = (maximum + jnp.log2(total)) * LN_2
-                    lse_gmem[head, pl.ds(own_row, ROWS)] = jnp.where(row < count, lse, 0.0)
-
-            @pl.when((own_row >= count) & (own_row < rows))
-            def _():
-                write(mgpu.layout_cast(jnp.zeros((ROWS, head_dim), dtype), layout))
-                if lse_gmem is not None:
-                    lse_gmem[head, pl.ds(own_row, ROWS)] = mgpu.layout_cast(
-                        jnp.zeros((ROWS,), jnp.float32), layout.reduce(1)
-                    )
-
-            lax.fori_loop(own_end, end, skip, ())
-
-    transforms = (
-        mgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
-        mgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
-    )
-    out_type = [jax.ShapeDtypeStruct(queries.shape, dtype)]
-    if return_lse:
-        out_type.append(jax.ShapeDtypeStruct((heads, starts.shape[0]), jnp.float32))
-    found = mgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=[
-            mgpu.SMEM((tiling.warpgroups, ROWS, head_dim), dtype, transforms=transforms),
-            mgpu.SMEM((stages, step_keys, head_dim), dtype, transforms=transforms),
-            mgpu.SMEM((stages, step_keys, head_dim), dtype, transforms=transforms),
-            mgpu.Barrier(num_barriers=tiling.warpgroups),
-            mgpu.Barrier(num_barriers=stages),
-            mgpu.Barrier(num_barriers=stages),
-            mgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=stages),
-            mgpu.Barrier(num_arrivals=tiling.warpgroups, num_barriers=stages),
-        ],
-        grid=(table.shape[0] * heads,),
-        grid_names=("program",),
-        num_threads=tiling.warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=mgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(table, starts, queries, keys, values, last_values)
-    return found[0], found[1] if return_lse else None
-
-
-def _weigh(scores, visible, factor, maximum, total):
-    """The running maximum (of scores in units of log2) and sum, what earlier results shrink by, and the weights."""
-    if visible is None:
-        higher = jnp.maximum(maximum, scores.max(axis=1) * factor)
-        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(higher, scores.shape, [0]))
-    else:
-        scores = jnp.where(visible, scores * factor, -jnp.inf)
-        higher = jnp.maximum(maximum, scores.max(axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(higher, scores.shape, [0]))
-    shrink = jnp.exp2(maximum - higher)
-    return higher, total * shrink + weights.sum(axis=1), shrink, weights
-
-
-def _consumer_registers(warpgroups: int) -> int:
-    """Registers per thread of a compute warpgroup once the memory warpgroup has given up all but 24.
-
-    What can be shared out is what the program was launched with: the register file over its threads, in eights.
-    """
-    launched = min(65536 // (128 * (warpgroups + 1)) // 8 * 8, 240)
-    return min(240, (launched * (warpgroups + 1) - 24) // warpgroups // 8 * 8)

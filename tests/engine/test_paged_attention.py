@@ -1,11 +1,10 @@
-"""Attention over pages, of single queries and of chunks, against a plain softmax; whatever nobody sees holds NaN."""
+"""Attention of single queries over pages against a plain softmax; whatever nobody sees holds NaN."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention
-from uniprefill_jax.engine.chunk_attention import chunk_attention
 
 PAGE, PAGES, WIDTH, KV_HEADS, HEADS, SIZE = 16, 90, 24, 2, 6, 8
 
@@ -51,21 +50,6 @@ def test_single_queries(lengths):
         if length:
             wanted = plain(queries[request], keys, values, table[request], first[request], length - 1, 0.3)
         np.testing.assert_allclose(output[request], wanted, atol=2e-6)
-
-
-@pytest.mark.parametrize(("start", "count", "window"), [(0, 5, 400), (84, 300, 400), (290, 64, 40), (255, 2, 1)])
-def test_chunks(start, count, window):
-    random = np.random.default_rng(start)
-    keys, values, table = pool([start + count], random)
-    queries = random.standard_normal((320, HEADS, SIZE), dtype=np.float32)
-    rows = start + np.arange(320)
-    real = np.arange(320) < count
-    first, last = np.maximum(rows - window + 1, 0), np.where(real, rows, -1)
-    output = chunk_attention(*map(jnp.asarray, (queries, keys, values, table[0], first, last)), scale=0.3)
-    for row in range(0, count, 7):
-        wanted = plain(queries[row], keys, values, table[0], first[row], rows[row], 0.3)
-        np.testing.assert_allclose(output[row], wanted, atol=2e-6)
-    assert (np.asarray(output)[count:] == 0).all()
 
 
 def test_shapes_that_do_not_fit():

@@ -21,6 +21,8 @@ from pallas_kernels.block_score import block_score
 from pallas_kernels.block_score import shapes as score_shapes
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.causal_attention import shapes as attention_shapes
+from pallas_kernels.chunk_attention import ChunkRows, chunk_attention
+from pallas_kernels.chunk_attention import shapes as chunk_shapes
 from pallas_kernels.compact_rows import compact_rows
 from pallas_kernels.compact_rows import shapes as compact_shapes
 from pallas_kernels.gated_delta_rule import gated_delta_rule
@@ -133,6 +135,20 @@ def programs(every_shape: bool):
         pages = ((shape.num_pages, kv_heads, shape.page, head_dim), "bfloat16")
         table, lengths = ((shape.batch, shape.max_pages), "int32"), ((shape.batch,), "int32")
         yield f"paged_attention {shape}", decode, (queries, pages, pages, table, lengths, lengths)
+    for shape in getattr(chunk_shapes, which):
+        heads, kv_heads, head_dim = shape.heads
+
+        def prefill(backend, *arrays, head_dim=head_dim):
+            return chunk_attention(*arrays[:5], ChunkRows(*arrays[5:]), scale=head_dim**-0.5, backend=backend)
+
+        queries = ((shape.batch * shape.rows, heads, head_dim), "bfloat16")
+        pages = ((shape.batch * shape.max_pages, kv_heads, shape.page, head_dim), "bfloat16")
+        table, starts = ((shape.batch, shape.max_pages), "int32"), ((shape.batch * shape.rows,), "int32")
+        yield (
+            f"chunk_attention {shape}",
+            prefill,
+            (queries, pages, pages, table, starts, *[((shape.batch,), "int32")] * 3),
+        )
 
 
 def device_of(target: str):
@@ -149,8 +165,8 @@ def main(target: str, every_shape: bool) -> None:
     """Compile all programs for `target`; the first that does not compile raises."""
     device, platform, backend = device_of(target)
     for name, function, arguments in programs(every_shape):
-        if platform == "tpu" and name.startswith("row_norms"):
-            continue  # there is no such kernel for TPUs, and no need of one
+        if platform == "tpu" and name.startswith(("row_norms", "chunk_attention")):
+            continue  # there are no such kernels for TPUs
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device) for shape, dtype in arguments]
         traced = jax.jit(lambda *a, function=function: function(backend, *a)).trace(*shapes)
         program = traced.lower(lowering_platforms=(platform,)).compile()

@@ -6,7 +6,6 @@ the stage's layers, and stored back; when a stage is through, the drop scores, s
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,9 +14,9 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.chunk_attention import ChunkRows, chunk_attention
 from uniprefill_jax.cache.pools import CachePools, attention_layers, linear_layers
 from uniprefill_jax.config import UniPrefillConfig
-from uniprefill_jax.engine.chunk_attention import chunk_attention
 from uniprefill_jax.engine.stages import StageProgram
 from uniprefill_jax.models.attention import Attention
 from uniprefill_jax.models.causal_lm import CausalLM
@@ -64,6 +63,11 @@ class Chunk:
     def real(self) -> Bool[Array, " C"]:
         """Which rows are not padding."""
         return jnp.arange(self.rows.shape[0]) < self.count
+
+    @property
+    def chunk_rows(self) -> ChunkRows:
+        """All of it are one request's."""
+        return ChunkRows(jnp.zeros(1, jnp.int32), self.count[None], self.rows[:1])
 
 
 class DropOutcome(NamedTuple):
@@ -179,11 +183,15 @@ def run_stage(
             first = chunk.first_visible[windows.index(spec.window)]
             rope, scale, table = ropes[spec.rope], mixer.scale, page_tables[place]
 
+            def attention(
+                queries: Array, keys: Array, values: Array, table: Array, first: Array, *rows: Array
+            ) -> Array:
+                return chunk_attention(queries, keys, values, table[None], first, ChunkRows(*rows), scale=scale)
+
             def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, tuple[CachePools, Array]]:
-                last = jnp.where(chunk.real, chunk.rows, -1)
                 places = RowPlaces(table, chunk.rows, chunk.real)
-                attention = partial(chunk_attention, scale=scale)
-                output, written = write_and_attend(attention, pools, (queries, keys, values), places, first, last)
+                ranges = (first, *chunk.chunk_rows)
+                output, written = write_and_attend(attention, pools, (queries, keys, values), places, *ranges)
                 return output, (written, queries)
 
             x, (pools, queries) = module.mix_with(x, lambda x: mixer.attend_with(x, rope, attend))
@@ -279,7 +287,7 @@ def write_and_attend(
     pools: CachePools,
     projected: tuple[Float[Array, "T H d"], Float[Array, "T KV d"], Float[Array, "T KV d"]],
     places: RowPlaces,
-    *ranges: Int32[Array, " T"],
+    *ranges: Int32[Array, "..."],
 ) -> tuple[Float[Array, "T H d"], CachePools]:
     """Write keys and values into their pages, then `attention(queries, keys, values, page_table, *ranges)` over these.
 

@@ -1,52 +1,51 @@
-"""Attention of a chunk of one request's rows over that request's pages, the chunk's own rows among them."""
+"""Chunk attention in plain jnp: the definition of the operation, and the path on machines without a kernel."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-QUERY_TILE = 256
+from pallas_kernels.chunk_attention.rows import ALIGNMENT, ChunkRows
+
 KEY_TILE = 256
-MASKED = -1e30
+MASKED = -1e30  # finite, so that a row whose every key is masked yields no NaN from inf - inf
 
 
-def chunk_attention(
+def chunk_attention_reference(
     queries: Float[Array, "C H d"],
     key_pages: Float[Array, "P KV page d"],
     value_pages: Float[Array, "P KV page d"],
-    page_table: Int32[Array, " max_pages"],
-    first_visible: Int32[Array, " C"],
-    last_visible: Int32[Array, " C"],
+    page_tables: Int32[Array, "R max_pages"],
+    row_start: Int32[Array, " C"],
+    rows: ChunkRows,
     *,
     scale: float,
 ) -> Float[Array, "C H d"]:
-    """softmax(scale * q k^T) v over each row's visible range [first_visible, last_visible] of the request's rows.
+    """Outputs of every row; see `chunk_attention`.
 
-    Row i of the request lies in page ``page_table[i // page]`` at place ``i % page``; query head h reads KV head
-    ``h // (H / KV)``. A row with an empty range (last before first) is padding and gives zeros. Rows that nobody sees
-    are ignored, whatever they hold. Tiles of keys outside a query tile's ranges cost nothing; scores and softmax
-    statistics are float32, the result has the dtype of the queries.
+    Tiles of keys outside a query tile's ranges cost nothing; scores, softmax statistics and sums are float32.
     """
     num_rows, heads, head_dim = queries.shape
     num_pages, kv_heads, page, _ = key_pages.shape
-    group = heads // kv_heads
     tile_pages = max(KEY_TILE // page, 1)
     key_tile = tile_pages * page
-    table = jnp.pad(page_table, (0, -page_table.shape[0] % tile_pages), constant_values=num_pages)
-    query_tile = min(QUERY_TILE, num_rows)
+    tables = jnp.pad(page_tables, ((0, 0), (0, -page_tables.shape[1] % tile_pages)), constant_values=num_pages)
+    # A single request has no neighbours in its tiles, and larger ones are faster.
+    query_tile = min(ALIGNMENT if page_tables.shape[0] > 1 else 2 * ALIGNMENT, num_rows)
     padded = -num_rows % query_tile
     precision = lax.Precision.HIGHEST if key_pages.dtype == jnp.float32 else lax.Precision.DEFAULT
 
-    tiles = jnp.pad(queries, ((0, padded), (0, 0), (0, 0))).reshape(-1, query_tile, kv_heads, group, head_dim)
-    firsts = jnp.pad(first_visible, (0, padded), constant_values=0).reshape(-1, query_tile)
-    lasts = jnp.pad(last_visible, (0, padded), constant_values=-1).reshape(-1, query_tile)
+    tiles = jnp.pad(queries, ((0, padded), (0, 0), (0, 0)))
+    tiles = tiles.reshape(-1, query_tile, kv_heads, heads // kv_heads, head_dim)
+    request, row, stop = rows.of_places(jnp.arange(num_rows + padded, dtype=jnp.int32))
+    lasts = jnp.where(row < stop, row, -1).reshape(-1, query_tile)
+    firsts = jnp.pad(row_start, (0, padded)).reshape(-1, query_tile)
 
-    def query_block(operands: tuple[Array, Array, Array]) -> Array:
-        query, first, last = operands
+    def query_block(operands: tuple[Array, Array, Array, Array]) -> Array:
+        query, first, last, request = operands
 
         def visit(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             maximum, total, weighted = carry
-            ids = lax.dynamic_slice_in_dim(table, number * tile_pages, tile_pages)
+            ids = lax.dynamic_slice(tables, (request, number * tile_pages), (1, tile_pages))[0]
             row = number * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
             visible = (row >= first[:, None]) & (row <= last[:, None])
             real = (row <= last.max())[:, None, None]
@@ -73,18 +72,17 @@ def chunk_attention(
             )
             return higher, total * shrink + weights.sum(-1), weighted * shrink[..., None] + update
 
-        shape = (kv_heads, group, query_tile)
+        shape = (kv_heads, heads // kv_heads, query_tile)
         empty = (
             jnp.full(shape, MASKED, jnp.float32),
             jnp.zeros(shape, jnp.float32),
             jnp.zeros((*shape, head_dim), jnp.float32),
         )
         start = jnp.where(last >= first, first, jnp.iinfo(jnp.int32).max).min() // key_tile
-        stop = jnp.minimum(last.max() // key_tile + 1, table.shape[0] // tile_pages)
+        stop = jnp.minimum(last.max() // key_tile + 1, tables.shape[1] // tile_pages)
         _, total, weighted = lax.fori_loop(start, stop, visit, empty)
         output = weighted / jnp.where(total > 0, total, 1.0)[..., None]
         return output.transpose(2, 0, 1, 3).astype(queries.dtype)
 
-    with jax.named_scope("chunk_attention"):
-        outputs = lax.map(query_block, (tiles, firsts, lasts))
-        return outputs.reshape(-1, heads, head_dim)[:num_rows]
+    outputs = lax.map(query_block, (tiles, firsts, lasts, request[::query_tile]))
+    return outputs.reshape(-1, heads, head_dim)[:num_rows]
