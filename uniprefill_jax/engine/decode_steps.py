@@ -167,6 +167,7 @@ def decode_step(
     windowed = window_layers(config)
     in_tails = jnp.asarray([windowed.index(n) if n in windowed else 0 for n in range(config.num_layers)], jnp.int32)
     num_slots, page = commands.shape[0], pools.keys.shape[2]
+    count = jnp.asarray(num_slots, jnp.int32)
     runs = commands != IDLE
     used = slots.kept + slots.decoded  # rows before the new one
     rows = jnp.arange(num_slots)
@@ -192,17 +193,18 @@ def decode_step(
                 attention = partial(paged_attention, scale=scale)
                 return write_and_attend(attention, pools, (queries, keys, values), places, lengths, first)
 
-            return module.mix_with(x, lambda x: mixer.attend_with(x, rope, attend))
+            attended = partial(mixer.attend_with, rope=rope, attend=attend, count=count)
+            return module.mix_with(x, attended, count)
         assert isinstance(mixer, GatedDeltaNet)
         cache = RecurrentCache(pools.conv[place, recurrent_slots], pools.recurrent[place, recurrent_slots])
-        x, cache = module.mix_with(x, lambda x: mixer.step(x, cache))
+        x, cache = module.mix_with(x, lambda x: mixer.step(x, cache, count), count)
         conv = pools.conv.at[place, recurrent_slots].set(cache.conv_state.astype(pools.conv.dtype), mode="drop")
         recurrent = pools.recurrent.at[place, recurrent_slots].set(cache.recurrent_state, mode="drop")
         return x, replace(pools, conv=conv, recurrent=recurrent)
 
     def whole(kind: str, layer: Array | int, carry: tuple[Array, CachePools]) -> tuple[Array, CachePools]:
         x, pools = mix(kind, layer, *carry)
-        return model.layer(kind, in_stack[layer]).transform(x), pools
+        return model.layer(kind, in_stack[layer]).transform(x, count), pools
 
     fed = jnp.where(runs, jnp.where(commands >= 0, commands, slots.tokens), 0)
     x, pools = loop_layers(group_layers(places.kinds), 0, whole, (model.embed(fed), pools))

@@ -137,7 +137,7 @@ class Executor:
         )
         chunk = load(buffer, np.int32(unit.start), np.int32(unit.count))
         program = stage_program(self.model, stage)
-        layers = np.asarray([stage.feed_forward or 0, stage.first, stage.count, stage.last or 0], np.int32)
+        layers = np.asarray([stage.feed_forward or 0, stage.first, stage.last or 0], np.int32)
         run = self._programs.with_model(("stage", program), partial(run_stage, program), donate=(1,))
         x, self.pools, rows.queries = run(
             self.pools, chunk, rows.page_tables, np.int32(request.slot + 1), rows.queries, layers

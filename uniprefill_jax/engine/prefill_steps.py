@@ -6,6 +6,7 @@ the stage's layers, and stored back; when a stage is through, the drop scores, s
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from uniprefill_jax.models.attention import Attention
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
-from uniprefill_jax.models.layer_loop import index_table, loop_layers, loop_run
+from uniprefill_jax.models.layer_loop import index_table, loop_layers
 from uniprefill_jax.models.rope import rope_table
 from uniprefill_jax.parallel.mesh import TENSOR
 from uniprefill_jax.parallel.shards import per_shard
@@ -161,12 +162,12 @@ def run_stage(
     page_tables: Int32[Array, "attention_layers max_pages"],
     slot: Int32[Array, ""],
     window_queries: Float[Array, "n H d"],
-    layers: Int32[Array, "4"],
+    layers: Int32[Array, "3"],
 ) -> tuple[Float[Array, "C D"], CachePools, Float[Array, "n H d"]]:
     """One chunk through one stage: new hidden states, pools, and the last n queries of the stage's last mixer so far.
 
-    `slot` is the request's recurrent slot. `layers` holds the layer of the first feed-forward, the first whole layer,
-    the number of whole layers, and the layer of the last mixer; those that the program lacks are ignored.
+    `slot` is the request's recurrent slot. `layers` holds the layer of the first feed-forward, the first whole layer
+    and the layer of the last mixer; those that the program lacks are ignored.
     """
     places = LayerPlaces(model.config)
     in_stack, in_pool = places.in_stack(), places.in_pool()
@@ -194,26 +195,24 @@ def run_stage(
                 output, written = write_and_attend(attention, pools, (queries, keys, values), places, *ranges)
                 return output, (written, queries)
 
-            x, (pools, queries) = module.mix_with(x, lambda x: mixer.attend_with(x, rope, attend))
+            attended = partial(mixer.attend_with, rope=rope, attend=attend, count=chunk.count)
+            x, (pools, queries) = module.mix_with(x, attended, chunk.count)
             return x, pools, queries
         cache = _state_before(pools, place, slot, chunk.rows[0] == 0)
-        x, cache = module.mix_with(x, lambda x: mixer.extend(x, cache, chunk.count))
+        x, cache = module.mix_with(x, lambda x: mixer.extend(x, cache, chunk.count), chunk.count)
         return x, _write_state(pools, place, slot[None], cache), None
 
     def whole(kind: str, layer: Array | int, carry: tuple[Array, CachePools]) -> tuple[Array, CachePools]:
         x, pools = carry
         x, pools, _ = mix(kind, layer, x, pools)
-        return model.layer(kind, in_stack[layer]).transform(x), pools
+        return model.layer(kind, in_stack[layer]).transform(x, chunk.count), pools
 
     x = chunk.x
     if program.feed_forward is not None:
-        x = model.layer(program.feed_forward, in_stack[layers[0]]).transform(x)
-    if program.run is not None:
-        x, pools = loop_run(program.run, layers[1], layers[2], whole, (x, pools))
-    else:
-        x, pools = loop_layers(program.middle, layers[1], whole, (x, pools))
+        x = model.layer(program.feed_forward, in_stack[layers[0]]).transform(x, chunk.count)
+    x, pools = loop_layers(program.middle, layers[1], whole, (x, pools))
     if program.last is not None:
-        x, pools, queries = mix(program.last, layers[3], x, pools)
+        x, pools, queries = mix(program.last, layers[2], x, pools)
         if queries is not None and window_queries.shape[0]:
             # The last n of (those before, this chunk's real ones).
             joined = jnp.concatenate([window_queries, queries.astype(window_queries.dtype)])

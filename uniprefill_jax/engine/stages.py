@@ -10,7 +10,7 @@ from typing import Literal
 from uniprefill_jax.cache.pools import attention_layers
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.models.config import ModelConfig
-from uniprefill_jax.models.layer_loop import Grouping, LayerRun, group_layers
+from uniprefill_jax.models.layer_loop import Grouping, group_layers
 from uniprefill_jax.sparsify.drop_layers import segments_of_layers
 
 
@@ -39,15 +39,15 @@ class Stage:
 class StageProgram:
     """The static side of a stage: stages that agree in it run one compiled program.
 
+    How many layers it has is static: a loop whose length only the device knows has the host wait in every round.
+
     Attributes:
         feed_forward: kind of the layer whose feed-forward begins it.
-        run: kind of the whole layers where all are of one kind, whose number is then traced.
-        middle: the whole layers otherwise.
+        middle: the whole layers.
         last: kind of the layer whose mixer ends it.
     """
 
     feed_forward: str | None
-    run: str | None
     middle: Grouping
     last: str | None
 
@@ -86,9 +86,4 @@ def stage_program(model: ModelConfig, stage: Stage) -> StageProgram:
     kinds = [layer.kind for layer in model.layers]
     feed_forward = None if stage.feed_forward is None else kinds[stage.feed_forward]
     last = None if stage.last is None else kinds[stage.last]
-    middle = group_layers(kinds[stage.first : stage.first + stage.count])
-    if not middle:
-        return StageProgram(feed_forward, last or feed_forward, (), last)
-    if len(middle) == 1 and isinstance(middle[0], LayerRun):
-        return StageProgram(feed_forward, middle[0].kind, (), last)
-    return StageProgram(feed_forward, None, middle, last)
+    return StageProgram(feed_forward, group_layers(kinds[stage.first : stage.first + stage.count]), last)

@@ -160,11 +160,13 @@ class Attention(nnx.Module):
         x: Float[Array, "T D"],
         rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
         attend: Callable[[Array, Array, Array], tuple[Float[Array, "T H d"], Kept]],
+        count: Int32[Array, ""] | None = None,
     ) -> tuple[Float[Array, "T D"], Kept]:
-        """Projections, then `attend(queries, keys, values)` -> (output, whatever it keeps), then the output's."""
-        queries, keys, values, gate = self._project(x, rope)
+        """Projections, then `attend(queries, keys, values)` -> (output, whatever it keeps), then the output's; `count`
+        as in `projection.project`."""
+        queries, keys, values, gate = self._project(x, rope, count)
         output, kept = attend(queries, keys, values)
-        return self._output(output, gate), kept
+        return self._output(output, gate, count), kept
 
     def _project(
         self,

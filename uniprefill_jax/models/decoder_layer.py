@@ -56,11 +56,15 @@ class DecoderLayer(nnx.Module):
         return self._add_mixed(x, output), kept
 
     def mix_with[Kept](
-        self, x: Float[Array, "T D"], mix: Callable[[Array], tuple[Float[Array, "T D"], Kept]]
+        self,
+        x: Float[Array, "T D"],
+        mix: Callable[[Array], tuple[Float[Array, "T D"], Kept]],
+        count: Int32[Array, ""] | None = None,
     ) -> tuple[Float[Array, "T D"], Kept]:
-        """The mixer sub-layer with `mix(normed rows)` -> (output, whatever it keeps) in place of the mixer's call."""
-        output, kept = mix(self.input_norm(x))
-        return self._add_mixed(x, output), kept
+        """The mixer sub-layer with `mix(normed rows)` -> (output, whatever it keeps) in place of the mixer's call;
+        `count` as in `projection.project`."""
+        output, kept = mix(self.input_norm(x, count))
+        return self._add_mixed(x, output, count), kept
 
     def transform(self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None) -> Float[Array, "T D"]:
         """The feed-forward sub-layer: every row on its own; `count` as in `projection.project`."""

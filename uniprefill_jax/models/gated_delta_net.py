@@ -96,22 +96,24 @@ class GatedDeltaNet(nnx.Module):
             output, state = _rule(queries, keys, values, log_decay, strength, rows.cu_seqlens, None)
         return output, gate, RecurrentCache(conv_state, state)
 
-    def step(self, x: Float[Array, "B D"], cache: RecurrentCache) -> tuple[Float[Array, "B D"], RecurrentCache]:
-        """One token of every request."""
-        mixed, gate, log_decay, strength = self._project(x)
+    def step(
+        self, x: Float[Array, "B D"], cache: RecurrentCache, count: Int32[Array, ""] | None = None
+    ) -> tuple[Float[Array, "B D"], RecurrentCache]:
+        """One token of every request; `count` as in `projection.project`."""
+        mixed, gate, log_decay, strength = self._project(x, count)
         with jax.named_scope("causal_conv"):
             inputs = jnp.concatenate([cache.conv_state, mixed[:, None]], axis=1)
             convolved = jnp.einsum("bwc,wc->bc", inputs, self._taps())
         with jax.named_scope("gated_delta_rule"):
             queries, keys, values = self._split(jax.nn.silu(convolved))
             output, state = gated_delta_step(queries, keys, values, log_decay, strength, cache.recurrent_state)
-        return self._output(output.astype(x.dtype), gate), RecurrentCache(inputs[:, 1:], state)
+        return self._output(output.astype(x.dtype), gate, count), RecurrentCache(inputs[:, 1:], state)
 
     def extend(
         self, x: Float[Array, "T D"], cache: RecurrentCache, count: Int32[Array, ""]
     ) -> tuple[Float[Array, "T D"], RecurrentCache]:
         """The next `count` rows of one request, after those that left `cache` (of one request); the rest is padding."""
-        mixed, gate, log_decay, strength = self._project(x)
+        mixed, gate, log_decay, strength = self._project(x, count)
         width = self.shape.conv_width - 1
         with jax.named_scope("causal_conv"):
             inputs = jnp.concatenate([cache.conv_state[0].astype(mixed.dtype), mixed])
@@ -121,7 +123,7 @@ class GatedDeltaNet(nnx.Module):
             queries, keys, values = self._split(jax.nn.silu(convolved))
             bounds = jnp.stack([jnp.zeros_like(count), count])
             output, state = _rule(queries, keys, values, log_decay, strength, bounds, cache.recurrent_state)
-        return self._output(output.astype(x.dtype), gate), RecurrentCache(conv_state[None], state)
+        return self._output(output.astype(x.dtype), gate, count), RecurrentCache(conv_state[None], state)
 
     def _project(
         self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None
