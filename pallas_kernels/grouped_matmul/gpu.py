@@ -7,6 +7,8 @@ one producer warpgroup, which streams rows and weights through shared memory wit
 consumers of 64 rows each. A consumer whose rows all lie beyond the group's end passes its steps without multiplying.
 The results leave through swizzled buffers by TMA in runs of 2^i rows: one store for a whole piece of 64 rows, and where
 a group starts or ends inside it, as many as the number of rows has bits.
+
+A single group of few rows is another matter: see `gpu_few_rows`.
 """
 
 from collections.abc import Callable
@@ -18,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.grouped_matmul.gpu_few_rows import MOST_ROWS, few_rows_matmul
 
 MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 ALIGNMENT = 8  # rows; see above
@@ -161,6 +165,8 @@ def _grouped(
     tiling: Tiling | None,
 ) -> jax.Array:
     count = rows.shape[0]
+    if tiling is None and group_sizes.shape[0] == 1 and count <= MOST_ROWS:
+        return few_rows_matmul(rows, weights, group_sizes[0], first_group, combine)
     tiling = tiling or default_tiling(weights[0].shape[2], len(weights), group_sizes.shape[0])
     padded = max(TILE_ROWS, -(-count // ALIGNMENT) * ALIGNMENT)
     if padded > count:

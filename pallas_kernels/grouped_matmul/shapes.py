@@ -35,10 +35,18 @@ DENSE_SHAPES = tuple(
     for rows in (4096, 32768)
     for inner, columns in ((4096, 14336), (14336, 4096), (4096, 6144))
 )
-SHAPES = mixture_shapes(4096) + mixture_shapes(32768) + DENSE_SHAPES
+# The same of a decode step of 16 requests, and of one of 64.
+DECODE_SHAPES = tuple(
+    Shape(rows, inner, columns, 1, 4, gated)
+    for rows in (16, 64)
+    for inner, columns, gated in ((4096, 14336, True), (14336, 4096, False), (4096, 4096, False), (4096, 1024, False))
+)
+SHAPES = mixture_shapes(4096) + mixture_shapes(32768) + DENSE_SHAPES + DECODE_SHAPES
 # One of each kind of program that the kernel comes in; the rest differ in sizes only.
 DISTINCT_SHAPES = (
     Shape(40960, 2048, 512, 512, 1024, gated=True),
     Shape(40960, 512, 2048, 512, 1024),
     Shape(4096, 4096, 6144, 1, 4),
+    Shape(16, 4096, 14336, 1, 4, gated=True),
+    Shape(100, 576, 192, 1, 4),
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import choose_backend, gpu, grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul import choose_backend, gpu, gpu_few_rows, grouped_gated_matmul, grouped_matmul
 from pallas_kernels.grouped_matmul.reference import ACTIVATIONS
 from pallas_kernels.platform import kernels_of
 from tests.kernels.interpreters import KERNELS, interpreted
@@ -113,6 +113,38 @@ def test_gated_gpu_kernel_interpreted(capfd):
     options = Options(padding=7, inner=64, columns=64, stacked=5, dtype="bfloat16")
     with interpreted("mosaic_gpu", capfd):
         check(gated("mosaic_gpu"), [3, 70, 0, 12], options, first_group=1, activation=silu)
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding", "columns", "tiling"),
+    [
+        (5, 6, 128, gpu_few_rows.Tiling(width=64, stages=2, programs=3)),  # stretches of two thirds of a tile
+        (16, 0, 192, gpu_few_rows.Tiling(width=64, stages=3, programs=99)),  # more programs than cells
+        (0, 3, 128, None),
+    ],
+)
+def test_few_rows_interpreted(rows, padding, columns, tiling, capfd):
+    def product(x, *arguments):
+        *weights, sizes, first = arguments
+        combine = (lambda product: product) if len(weights) == 1 else (lambda g, u: gpu.ACTIVATIONS["silu"](g) * u)
+        return gpu_few_rows.few_rows_matmul(x, tuple(weights), sizes[0], first, combine, tiling)
+
+    options = Options(padding, inner=192, columns=columns, stacked=3, dtype="bfloat16", finite_weights=rows == 0)
+    with interpreted("mosaic_gpu", capfd):
+        check(product, [rows], options, first_group=1)
+        check(product, [rows], options, first_group=2, activation=silu)
+
+
+@given(tiles=st.integers(1, 40), steps=st.integers(1, 40), programs=st.integers(1, 300))
+def test_items_cover_the_line(tiles, steps, programs):
+    """Every program's stretch, tile by tile, is among the items of that tile, once, and nothing else is."""
+    programs = min(programs, tiles * steps)
+    items, there = gpu_few_rows.items_of_tiles(tiles, steps, programs)
+    begin = [program * tiles * steps // programs for program in range(programs + 1)]
+    for tile in range(tiles):
+        cells = range(tile * steps, (tile + 1) * steps)
+        owners = sorted({p for p in range(programs) if max(begin[p], cells[0]) < min(begin[p + 1], cells[-1] + 1)})
+        assert items[tile][there[tile]].tolist() == [owner + tile for owner in owners]
 
 
 @pytest.mark.parametrize("name", gpu.ACTIVATIONS)
