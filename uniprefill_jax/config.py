@@ -117,6 +117,12 @@ class EngineConfig:
         max_running: most requests admitted at a time: rows of every decode step.
         prefill_chunk: most prompt tokens that one step prefills through one segment of layers.
         max_length: most tokens of a request, prompt and generated ones; the model's own limit where that is lower.
+        prefix_reuse: keep what was computed of a prompt up to its first drop (of a prompt without drops: all of it) for
+            prompts that begin with the same tokens. It lies in pages that nobody needs otherwise: requests have
+            precedence, and the least recently used goes first. Beside keys and values a prompt with drops keeps the
+            hidden states at its first drop layer, 2 / (KV heads * head size / hidden size) layers' worth of pages.
+        state_checkpoints: of a model with recurrent layers, states kept for prefix reuse: such a prefix can only be
+            gone on with where one was kept. Each takes as much memory as the states of one more running request.
     """
 
     page_size: int = 64
@@ -124,6 +130,8 @@ class EngineConfig:
     max_running: int = 16
     prefill_chunk: int = 2048
     max_length: int = 32768
+    prefix_reuse: bool = True
+    state_checkpoints: int = 16
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -132,6 +140,10 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_integer(value) or value < 1:
                 raise ConfigError(f"EngineConfig: {name} is {value!r}; use an integer of at least 1")
+        if not _is_integer(self.state_checkpoints) or self.state_checkpoints < 0:
+            raise ConfigError(f"EngineConfig: state_checkpoints is {self.state_checkpoints!r}; use 0 or more")
+        if not isinstance(self.prefix_reuse, bool):
+            raise ConfigError(f"EngineConfig: prefix_reuse is {self.prefix_reuse!r}; use True or False")
 
 
 def _is_integer(value: object) -> bool:

@@ -36,9 +36,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         length=st.integers(1, 70),
         limit=st.integers(1, 40),
         priority=st.integers(0, 2),
+        text=st.none() | st.integers(0, 2),
     )
-    def submit(self, shape, length, limit, priority):
-        self.simulation.submit(shape, length, limit, priority)
+    def submit(self, shape, length, limit, priority, text):
+        self.simulation.submit(shape, length, limit, priority, text)
 
     @rule(length=st.integers(121, 400), limit=st.integers(1, 40))
     def submit_too_long(self, length, limit):
@@ -70,15 +71,19 @@ def drain(simulation: Simulation) -> None:
         simulation.step()
         steps += 1
         assert steps < 20_000, "the scheduler makes no progress"
+    if simulation.scheduler.prefix is not None:
+        simulation.scheduler.prefix.clear()
     assert simulation.scheduler.pages.free_pages == CONFIG.pool_pages
     assert simulation.scheduler.pages.reserved_pages == 0
     assert simulation.scheduler.slots.free_slots == CONFIG.max_running
 
 
 def test_random_operations_leak_nothing():
-    before = Simulation.operations
+    before, reused = Simulation.operations, Simulation.reused_tokens
     run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=100, stateful_step_count=60))
+    print(f"{Simulation.operations - before} operations, {Simulation.reused_tokens - reused} tokens reused")
     assert Simulation.operations - before >= 10_000
+    assert Simulation.reused_tokens - reused >= 1000
 
 
 def test_first_come_first_served_within_a_priority():
@@ -94,12 +99,12 @@ def test_what_a_drop_leaves_over_is_free_at_once():
     simulation = Simulation(CONFIG)
     request = simulation.submit("discard", 48, 4)
     simulation.step()
-    pages = simulation.scheduler.pages
-    assert pages.used_pages == 12 and pages.reserved_pages == 24
+    pages, prefix = simulation.scheduler.pages, simulation.scheduler.prefix
+    assert pages.used_pages - prefix.evictable_pages == 12 and pages.reserved_pages == 24
     simulation.step()
     assert request.awaits_drop
     simulation.scheduler.drop_read(request, 9)
-    assert pages.used_pages == 12 + 4 and pages.reserved_pages == 4
+    assert pages.used_pages - prefix.evictable_pages == 12 + 4 and pages.reserved_pages == 4
     # A carry request may keep everything at its next drop.
     other = Simulation(CONFIG)
     request = other.submit("carry", 48, 4)

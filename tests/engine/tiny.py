@@ -63,7 +63,7 @@ def poisoned_engine(llm: up.LLM, config: up.EngineConfig = CONFIG) -> up.Engine:
     engine = up.Engine(llm, config)
     dtype = engine.executor.pools.keys.dtype
     engine.executor.pools = make_pools(
-        llm.config, config.pool_pages, config.page_size, config.max_running, dtype, fill=float("nan")
+        llm.config, config.pool_pages, config.page_size, engine.executor.num_states, dtype, fill=float("nan")
     )
 
     def poison(ids: np.ndarray) -> None:

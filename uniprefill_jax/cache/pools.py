@@ -76,6 +76,11 @@ def make_pools(
     )
 
 
+def row_pages(config: ModelConfig, shards: int) -> int:
+    """Pages that hold the hidden states of a page of tokens, keys and values used alike."""
+    return -(-config.hidden_size // (2 * held_kv_heads(config.num_kv_heads, shards) * config.head_dim))
+
+
 def bytes_of_page(config: ModelConfig, page_size: int, dtype: str) -> int:
     """Memory of one page, keys and values."""
     return 2 * page_size * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize

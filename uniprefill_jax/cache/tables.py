@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from uniprefill_jax.cache.pages import CacheError, PageAllocator
 
@@ -16,11 +16,13 @@ class SegmentTable:
         layers: the segment's layers, numbered among the model's attention layers.
         length: tokens that every one of them holds.
         ids: page numbers, one row per layer; column j holds tokens [j * page_size, (j + 1) * page_size).
+        owned: which of them are this request's alone; the others belong to the prefix cache.
     """
 
     layers: tuple[int, ...]
     length: int
     ids: Int32[np.ndarray, "layers pages"]
+    owned: Bool[np.ndarray, "layers pages"]
 
 
 class RequestPages:
@@ -32,19 +34,31 @@ class RequestPages:
         self._allocator = allocator
         self._page_size = page_size
 
-    @property
-    def count(self) -> int:
-        """Pages held."""
-        return sum(segment.ids.size for segment in self.segments)
+    def open_segment(
+        self, layers: tuple[int, ...], length: int, shared: Int32[np.ndarray, "shared_layers shared_pages"] | None = None
+    ) -> None:
+        """Take the pages of one more segment that holds `length` tokens.
 
-    def open_segment(self, layers: tuple[int, ...], length: int) -> None:
-        """Take the pages of one more segment that holds `length` tokens."""
+        `shared` are pages of the prefix cache, for the first tokens of the first of these layers.
+        """
         taken = {layer for segment in self.segments for layer in segment.layers}
         if taken & set(layers) or any(not 0 <= layer < self.num_layers for layer in layers):
             raise CacheError(f"layers {layers} overlap {sorted(taken)} or exceed {self.num_layers} attention layers")
-        pages = pages_of(length, self._page_size)
-        ids = self._allocator.allocate(len(layers) * pages).reshape(len(layers), pages)
-        self.segments.append(SegmentTable(tuple(layers), length, ids))
+        owned = np.ones((len(layers), pages_of(length, self._page_size)), bool)
+        ids = np.empty(owned.shape, np.int32)
+        if shared is not None:
+            place = np.s_[: shared.shape[0], : shared.shape[1]]
+            owned[place], ids[place] = False, shared
+        ids[owned] = self._allocator.allocate(int(owned.sum()))
+        self.segments.append(SegmentTable(tuple(layers), length, ids, owned))
+
+    def hand_over(self, column: int, layers: int) -> Int32[np.ndarray, " layers"]:
+        """Pages of a column, of the first segment's leading layers, that become the prefix cache's; still readable."""
+        segment = self.segments[0]
+        if not segment.owned[:layers, column].all():
+            raise CacheError(f"column {column} is not the request's own to hand over")
+        segment.owned[:layers, column] = False
+        return segment.ids[:layers, column].copy()
 
     def pages_for_next_token(self) -> int:
         """Pages that one more token of every layer needs."""
@@ -57,16 +71,17 @@ class RequestPages:
             column = segment.ids.shape[1]
             ids = self._allocator.allocate(len(segment.layers))
             segment.ids = np.concatenate([segment.ids, ids[:, None]], axis=1)
+            segment.owned = np.concatenate([segment.owned, np.ones((len(ids), 1), bool)], axis=1)
             new += [(layer, column, int(page)) for layer, page in zip(segment.layers, ids, strict=True)]
         for segment in self.segments:
             segment.length += 1
         return new
 
     def free(self) -> None:
-        """Give every page back."""
+        """Give back every page that is the request's own."""
         segments, self.segments = self.segments, []
         if segments:
-            self._allocator.free(np.concatenate([segment.ids.reshape(-1) for segment in segments]))
+            self._allocator.free(np.concatenate([segment.ids[segment.owned] for segment in segments]))
 
     def device_table(self, width: int, absent: int) -> Int32[np.ndarray, "layers width"]:
         """Page numbers of every attention layer, `absent` where there is no page."""

@@ -17,7 +17,7 @@ from uniprefill_jax.config import EngineConfig, SamplingConfig, UniPrefillConfig
 from uniprefill_jax.engine.executor import Executor
 from uniprefill_jax.engine.requests import Event, PrefillReport, PrefillShape, Request, RequestState, StageRows
 from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction
-from uniprefill_jax.engine.stages import prefill_stages, segment_layers
+from uniprefill_jax.engine.stages import prefill_stages, prefix_shape, segment_layers
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.llm import LLM, GrowingText
 from uniprefill_jax.sampling import MAX_LOGPROBS, Drawn
@@ -32,6 +32,8 @@ class EngineStats:
         waiting, prefilling, running: requests in these states.
         finished, cancelled, preemptions: how many there were so far.
         pages, pages_in_use, pages_reserved: of the pool; reserved ones are promised to prefills in progress.
+        pages_cached: kept for prefix reuse alone; free for whoever needs them.
+        prefix_queried_tokens, prefix_hit_tokens: prompt tokens looked up for reuse so far, and those that were found.
         slots_in_use: admitted requests.
         programs: compiled programs so far.
     """
@@ -45,6 +47,9 @@ class EngineStats:
     pages: int
     pages_in_use: int
     pages_reserved: int
+    pages_cached: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
     slots_in_use: int
     programs: int
 
@@ -77,8 +82,10 @@ class Engine:
         self.llm = llm
         self.config = config or EngineConfig()
         self.max_length = min(self.config.max_length, llm.config.max_position)
-        self.scheduler = Scheduler(self.config, len(attention_layers(llm.config)))
         self.executor = Executor(llm, self.config, self.max_length)
+        self.scheduler = Scheduler(
+            self.config, len(attention_layers(llm.config)), self.executor.identity, self.executor.row_pages
+        )
         self._requests: dict[int, Request] = {}
         self._texts: dict[int, GrowingText] = {}
         self._wants_report: set[int] = set()
@@ -138,6 +145,7 @@ class Engine:
                 stages=tuple(StageRows(stage.rows, stage.drops) for stage in stages),
                 segments=segment_layers(self.llm.config, config, drop_layers),
                 carries=config.dropped_tokens == "carry",
+                prefix=prefix_shape(self.llm.config, config, drop_layers),
             ),
             limit=limit,
             rank=(priority, self._submitted),
@@ -198,9 +206,15 @@ class Engine:
             raise InputError(f"there is no report of request {request_id}: not asked for, not prefilled, or taken")
         return self._reports.pop(request_id)
 
+    def forget_prefixes(self) -> None:
+        """Keep nothing of the prompts so far for reuse."""
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.clear()
+
     def stats(self) -> EngineStats:
         """Where the engine stands."""
-        pages = self.scheduler.pages
+        pages, prefix = self.scheduler.pages, self.scheduler.prefix
+        cached = 0 if prefix is None else prefix.evictable_pages
         return EngineStats(
             waiting=len(self.scheduler.waiting),
             prefilling=len(self.scheduler.in_state(RequestState.PREFILLING)),
@@ -209,8 +223,11 @@ class Engine:
             cancelled=self._counts["cancelled"],
             preemptions=self._counts["preemptions"],
             pages=pages.num_pages,
-            pages_in_use=pages.used_pages,
+            pages_in_use=pages.used_pages - cached,
             pages_reserved=pages.reserved_pages,
+            pages_cached=cached,
+            prefix_queried_tokens=self.scheduler.queried_tokens,
+            prefix_hit_tokens=self.scheduler.hit_tokens,
             slots_in_use=self.config.max_running - self.scheduler.slots.free_slots,
             programs=self.executor.compiled,
         )

@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from uniprefill_jax.cache.pools import CachePools, attention_layers, make_pools
+from uniprefill_jax.cache.pools import CachePools, attention_layers, make_pools, row_pages
 from uniprefill_jax.cache.tables import pages_of
 from uniprefill_jax.config import EngineConfig
 from uniprefill_jax.engine.decode_steps import (
@@ -35,6 +35,7 @@ from uniprefill_jax.engine.prefill_steps import (
     start_rows,
     store_chunk,
 )
+from uniprefill_jax.engine.prefix_steps import copy_pages, copy_state, restore_rows, save_rows
 from uniprefill_jax.engine.programs import StepPrograms
 from uniprefill_jax.engine.requests import PrefillReport, Request
 from uniprefill_jax.engine.scheduler import DecodeRow, Unit
@@ -82,6 +83,8 @@ class Executor:
         max_pages: width of page tables.
         chunk_sizes: rows to which chunks are padded, rising.
         compiled: how many programs of the model were made so far, by any engine.
+        row_pages: pages that the rows of a page of tokens take in the prefix cache.
+        identity: names all that keys and values depend on beside tokens.
     """
 
     def __init__(self, llm: LLM, config: EngineConfig, max_length: int):
@@ -93,8 +96,10 @@ class Executor:
         pages, slots = (config.pool_pages, config.page_size), config.max_running
         shards = self._programs.shards
         self.pools: CachePools = self._programs.make(
-            partial(make_pools, llm.config, *pages, slots, self._dtype, shards=shards)
+            partial(make_pools, llm.config, *pages, self.num_states, self._dtype, shards=shards)
         )
+        self.row_pages = row_pages(llm.config, shards)
+        self.identity = repr((llm.config, llm.dtype, config.page_size, shards))
         self.slots = self._programs.make(partial(empty_slots, llm.config, slots, self.max_pages, config.pool_pages))
         self._rows: dict[int, _Rows] = {}
         self.chunk_sizes = _chunk_sizes(config.prefill_chunk)
@@ -105,6 +110,11 @@ class Executor:
     def compiled(self) -> int:
         """Programs of the model made so far."""
         return self._programs.count
+
+    @property
+    def num_states(self) -> int:
+        """Slots of recurrent states beside the dummy: requests', then those of the prefix cache."""
+        return self.config.max_running + (self.config.state_checkpoints if self.config.prefix_reuse else 0)
 
     def read_drop(self, request: Request) -> int:
         """How many tokens the last drop of a request kept; waits for the device."""
@@ -142,9 +152,13 @@ class Executor:
         x, self.pools, rows.queries = run(
             self.pools, chunk, rows.page_tables, np.int32(request.slot + 1), rows.queries, layers
         )
+        if unit.saved_state >= 0:
+            self._copy_state(request.slot + 1, self._checkpoint(unit.saved_state))
         if unit.ends_prefill:
             return self._join(request, rows, x, unit.count - 1)
         buffer = replace(buffer, x=self._programs.get(("store",), store_chunk, donate=(0,))(buffer.x, x, chunk))
+        if unit.saved_rows:
+            self._save_rows(unit, buffer)
         if stage.rows == "all":
             rows.all_rows = buffer
         else:
@@ -200,6 +214,8 @@ class Executor:
         tokens = np.zeros(_buffer_rows(length, self.config.page_size), np.int32)
         tokens[:length] = request.prompt
         buffer = self._programs.with_model(("start",), start_rows)(tokens, np.int32(length))
+        if request.reused.tokens:
+            buffer = self._reuse(request, buffer)
         window = request.config.window_tokens if drop_layers else 0
         rows = _Rows(
             stages=prefill_stages(self.model, request.config, drop_layers),
@@ -213,6 +229,42 @@ class Executor:
         self._rows[request.id] = rows
         self._note_tails(request, rows, buffer)
         return rows
+
+    def _reuse(self, request: Request, buffer: RowBuffer) -> RowBuffer:
+        """Take over what the prefix cache holds of a prompt's beginning; its buffer from there on."""
+        assert request.pages is not None
+        match, shape = request.reused, request.shape.prefix
+        if match.state >= 0:
+            self._copy_state(self._checkpoint(match.state), request.slot + 1)
+        if match.partial is not None:
+            column = request.pages.segments[0].ids[: shape.layers, len(match.blocks)]
+            pages = np.full((2, len(attention_layers(self.model))), self.config.pool_pages, np.int32)
+            pages[0, : shape.layers], pages[1, : shape.layers] = match.partial.pages[: shape.layers], column
+            self.pools = self._programs.get(("copy_pages",), copy_pages, donate=(0,))(self.pools, *pages)
+        if shape.rows_of is None:
+            return buffer
+        blocks = [*match.blocks, *([match.partial] if match.partial else [])]
+        ids = np.full((buffer.x.shape[0] // self.config.page_size, self.row_pages), self.config.pool_pages, np.int32)
+        ids[: len(blocks)] = [block.rows[shape.rows_of] for block in blocks]
+        restore = self._programs.get(("restore_rows",), restore_rows, donate=(1,))
+        return replace(buffer, x=restore(self.pools, buffer.x, ids, np.int32(match.tokens)))
+
+    def _save_rows(self, unit: Unit, buffer: RowBuffer) -> None:
+        """Write rows that a unit has finished to pages of the prefix cache."""
+        most = self.chunk_sizes[-1] // self.config.page_size + 1
+        columns = np.full(most, np.iinfo(np.int32).max, np.int32)
+        ids = np.full((most, self.row_pages), self.config.pool_pages, np.int32)
+        for place, (column, pages) in enumerate(unit.saved_rows):
+            columns[place], ids[place] = column, pages
+        self.pools = self._programs.get(("save_rows",), save_rows, donate=(0,))(self.pools, buffer.x, columns, ids)
+
+    def _copy_state(self, source: int, target: int) -> None:
+        copy = self._programs.get(("copy_state",), copy_state, donate=(0,))
+        self.pools = copy(self.pools, np.int32(source), np.int32(target))
+
+    def _checkpoint(self, number: int) -> int:
+        """Where the recurrent pool holds a state of the prefix cache: behind the dummy's and the requests' own."""
+        return 1 + self.config.max_running + number
 
     def _drop(self, request: Request, rows: _Rows, stage: Stage, buffer: RowBuffer, length: int) -> None:
         assert stage.last is not None

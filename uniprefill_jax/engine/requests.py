@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int32
 
+from uniprefill_jax.cache.prefix import CachedBlock, PrefixMatch, PrefixShape
 from uniprefill_jax.cache.tables import RequestPages
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 
@@ -37,11 +38,13 @@ class PrefillShape:
         stages: its stages in order.
         segments: for every segment, its attention layers.
         carries: whether every drop starts from all tokens again.
+        prefix: what of it depends on the tokens alone.
     """
 
     stages: tuple[StageRows, ...]
     segments: tuple[tuple[int, ...], ...]
     carries: bool
+    prefix: PrefixShape
 
 
 @dataclass(eq=False)
@@ -63,6 +66,10 @@ class Request:
         stage, row, rows: the stage in hand, its next row, and how many it has.
         awaits_drop: whether a drop was dispatched whose outcome the host has not read.
         segment_lengths: tokens of every segment so far; the first is the prompt's length.
+        reused: what was found of the prompt's beginning when it was admitted.
+        blocks: blocks of the prefix cache whose pages it reads.
+        last_block: where its next block goes; None once its tokens are no longer noted.
+        noted_pages: how many pages of its tokens were noted in the prefix cache, or found there.
         generated: tokens known to the host; after a preemption they are fed again, not drawn again.
         dispatched: tokens whose computation was started since admission.
         finish_reason: "stop", "length" or "cancelled" once it has ended.
@@ -86,6 +93,10 @@ class Request:
     rows: int = 0
     awaits_drop: bool = False
     segment_lengths: list[int] = field(default_factory=list)
+    reused: PrefixMatch = PrefixMatch()
+    blocks: list[CachedBlock] = field(default_factory=list)
+    last_block: CachedBlock | None = None
+    noted_pages: int = 0
     generated: list[int] = field(default_factory=list)
     dispatched: int = 0
     finish_reason: str = ""

@@ -1,15 +1,21 @@
 """Who gets pages, slots and the next step's token budget. Host bookkeeping only: nothing here touches the device.
 
 First come first served within a priority. A request is admitted when a slot is free and its worst case fits: every
-layer keeps the whole prompt. What a drop leaves over goes back at once. Generated tokens take pages as they grow; where
-none is left, the admitted request that ranks last gives all of its own back and waits to be computed again. The request
-that ranks first is never preempted and fits the pool alone, so every step makes progress.
+layer keeps the whole prompt. It is admitted only when its first chunk can run, so that it finds whatever those before it
+have left in the prefix cache. What a drop leaves over goes back at once. Generated tokens take pages as they grow; where
+none is left, not even in the prefix cache, the admitted request that ranks last gives all of its own back and waits to
+be computed again. The request that ranks first is never preempted and fits the pool alone, so every step makes progress.
 """
 
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Int32
 
 from uniprefill_jax.cache.pages import CacheError, PageAllocator, SlotAllocator
+from uniprefill_jax.cache.prefix import PrefixCache, PrefixMatch
 from uniprefill_jax.cache.tables import RequestPages, pages_of
 from uniprefill_jax.config import EngineConfig
 from uniprefill_jax.engine.requests import Request, RequestState
@@ -18,7 +24,12 @@ from uniprefill_jax.errors import InputError
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of prefill: rows [start, start + count) of a request's stage."""
+    """One piece of prefill: rows [start, start + count) of a request's stage.
+
+    Attributes:
+        saved_rows: afterwards, pages of the prefix cache to write rows to: (number of a page of tokens, pages).
+        saved_state: afterwards, the slot of the prefix cache to copy the recurrent state to; -1 for none.
+    """
 
     request: Request
     stage: int
@@ -26,6 +37,8 @@ class Unit:
     count: int
     ends_stage: bool
     ends_prefill: bool
+    saved_rows: tuple[tuple[int, Int32[np.ndarray, " row_pages"]], ...] = ()
+    saved_state: int = -1
 
 
 @dataclass(frozen=True)
@@ -51,13 +64,22 @@ class Scheduler:
 
     Attributes:
         budget: most prompt tokens of one step.
+        prefix: what is kept of tokens that were read before; None: nothing.
+        queried_tokens: prompt tokens that were looked up in it.
+        hit_tokens: how many of them were found.
     """
 
-    def __init__(self, config: EngineConfig, num_attention_layers: int):
+    def __init__(self, config: EngineConfig, num_attention_layers: int, identity: str = "", row_pages: int = 1):
+        """`identity` and `row_pages` as for `PrefixCache`."""
         self.config = config
         self.budget = config.prefill_chunk
         self.num_layers = num_attention_layers
         self.pages = PageAllocator(config.pool_pages)
+        self.prefix: PrefixCache | None = None
+        if config.prefix_reuse:
+            self.prefix = PrefixCache(self.pages, identity, config.page_size, row_pages, config.state_checkpoints)
+        self.queried_tokens = self.hit_tokens = 0
+        self._no_room: tuple[Request, int] | None = None
         self.slots = SlotAllocator(config.max_running)
         self.waiting: list[Request] = []
         self.admitted: list[Request] = []
@@ -85,8 +107,9 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step; pages are taken and states moved on as if it had been run."""
         plan = StepPlan()
+        if self.prefix is not None:
+            self.prefix.begin_step()
         self._plan_decode(plan)
-        self._admit(plan)
         self._plan_prefill(plan)
         return plan
 
@@ -120,47 +143,99 @@ class Scheduler:
                 continue
             assert request.pages is not None
             needed = request.pages.pages_for_next_token()
-            while needed > self.pages.available_pages and request.admitted:
+            while request.admitted and not self._make_room(needed):
                 self._preempt(self.admitted[-1], plan)
             if request.admitted:
                 plan.decode.append(DecodeRow(request, request.pages.append_token()))
                 request.dispatched += 1
 
-    def _admit(self, plan: StepPlan) -> None:
-        while self.waiting and self.slots.free_slots:
-            request = self.waiting[0]
-            # One that was preempted will need room for its own tokens again: do not let it in to be thrown out.
-            if self._worst_pages(len(request.prompt) + len(request.generated)) > self.pages.available_pages:
-                return
-            self.waiting.pop(0)
-            request.state = RequestState.PREFILLING
-            request.slot = self.slots.allocate()
-            request.pages = RequestPages(self.pages, self.config.page_size, self.num_layers)
-            request.reserved = self._worst_pages(len(request.prompt))
-            self.pages.reserve(request.reserved)
-            request.stage = request.row = request.dispatched = 0
-            request.rows = len(request.prompt)
-            request.awaits_drop = False
-            request.segment_lengths = []
-            self._insert(self.admitted, request)
-            self._open_segment(request, len(request.prompt))
-            plan.admitted.append(request)
-
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = self.budget
-        for request in self.in_state(RequestState.PREFILLING):
-            while budget and request.state is RequestState.PREFILLING and not request.awaits_drop:
-                unit = self._next_unit(request, budget)
+        prefilling = deque(self.in_state(RequestState.PREFILLING))
+        admits = True
+        while budget:
+            first = prefilling[0] if prefilling else None
+            if admits and self.waiting and (first is None or self.waiting[0].rank < first.rank):
+                admits = self._admit(plan)
+                if admits:
+                    prefilling.appendleft(plan.admitted[-1])
+                continue
+            if first is None:
+                return
+            prefilling.popleft()
+            while budget and first.state is RequestState.PREFILLING and not first.awaits_drop:
+                unit = self._next_unit(first, budget)
+                if unit is None:
+                    break
                 budget -= unit.count
                 plan.units.append(unit)
 
-    def _next_unit(self, request: Request, budget: int) -> Unit:
+    def _admit(self, plan: StepPlan) -> bool:
+        """Let the first that waits in, if there is room for it."""
+        request = self.waiting[0]
+        match = self._room_for(request) if self.slots.free_slots else None
+        if match is None:
+            return False
+        self.waiting.pop(0)
+        request.state = RequestState.PREFILLING
+        request.slot = self.slots.allocate()
+        request.pages = RequestPages(self.pages, self.config.page_size, self.num_layers)
+        shape = request.shape.prefix
+        request.reserved = self._worst_pages(len(request.prompt)) - shape.layers * len(match.blocks)
+        self.pages.reserve(request.reserved)
+        request.stage = request.dispatched = 0
+        request.row, request.rows = match.tokens, len(request.prompt)
+        request.awaits_drop = False
+        request.segment_lengths = []
+        request.reused, request.blocks, request.noted_pages = match, list(match.blocks), len(match.blocks)
+        shared = None
+        if self.prefix is not None:
+            request.last_block = match.blocks[-1] if match.blocks else self.prefix.root
+            if match.blocks:
+                shared = np.stack([block.pages[: shape.layers] for block in match.blocks], axis=1)
+            if not request.preemptions:
+                self.queried_tokens += len(request.prompt)
+                self.hit_tokens += match.tokens
+        self._insert(self.admitted, request)
+        self._open_segment(request, len(request.prompt), shared)
+        plan.admitted.append(request)
+        return True
+
+    def _room_for(self, request: Request) -> PrefixMatch | None:
+        """Make room for a request, and hold what is there of its beginning; None where there is too little."""
+        # One that was preempted will need room for its own tokens again: do not let it in to be thrown out.
+        worst = self._worst_pages(len(request.prompt) + len(request.generated))
+        room = self.pages.available_pages
+        if self.prefix is not None:
+            room += self.prefix.evictable_pages
+            if self._no_room is not None and self._no_room[0] is request and room <= self._no_room[1]:
+                return None
+            shape = request.shape.prefix
+            match = self.prefix.match(request.prompt, shape)
+            needed = worst - shape.layers * len(match.blocks)
+            if needed <= room - self.prefix.pinned_by(match, shape):
+                self.prefix.hold(match, shape)
+                self._make_room(needed)
+                return match
+        # What holds its beginning may be in its way: pages of later layers, and rows.
+        if self._make_room(worst):
+            return PrefixMatch()
+        self._no_room = request, room
+        return None
+
+    def _next_unit(self, request: Request, budget: int) -> Unit | None:
         stages = request.shape.stages
         count = min(budget, request.rows - request.row)
+        if request.stage == 0:
+            count = self._to_checkpoint(request, count)
+            if not count:
+                return None
         ends_stage = request.row + count == request.rows
         ends_prefill = ends_stage and request.stage + 1 == len(stages)
         unit = Unit(request, request.stage, request.row, count, ends_stage, ends_prefill)
         request.row += count
+        if request.stage == 0 and request.last_block is not None:
+            unit = self._note_prompt(request, unit)
         if ends_prefill:
             request.state = RequestState.RUNNING
             request.dispatched = 1
@@ -172,17 +247,78 @@ class Scheduler:
             request.row, request.rows = 0, len(request.prompt)
         return unit
 
-    def _open_segment(self, request: Request, length: int) -> None:
+    def _open_segment(
+        self, request: Request, length: int, shared: Int32[np.ndarray, "layers pages"] | None = None
+    ) -> None:
         """Take the pages of the next segment out of the promise, and shrink it to what may still be needed."""
         assert request.pages is not None
         number = len(request.segment_lengths)
         to_come = sum(len(layers) for layers in request.shape.segments[number + 1 :])
         longest = len(request.prompt) if request.shape.carries else length
         self.pages.release(request.reserved)
-        request.pages.open_segment(request.shape.segments[number], length)
+        request.pages.open_segment(request.shape.segments[number], length, shared)
         request.reserved = to_come * pages_of(longest, self.config.page_size)
         self.pages.reserve(request.reserved)
         request.segment_lengths.append(length)
+
+    def _to_checkpoint(self, request: Request, count: int) -> int:
+        """How many of a chunk's rows to take, so that a recurrent state is left where another prompt may go on.
+
+        0: better none in this step.
+        """
+        if self.prefix is None or not request.shape.prefix.linear_layers:
+            return count
+        end = request.row + count
+        if request.row < request.reused.branch < end:
+            return request.reused.branch - request.row
+        if end < request.rows:
+            end -= end % self.config.page_size
+        if end <= request.row and self.budget < self.config.page_size:
+            return count
+        return max(end - request.row, 0)
+
+    def _note_prompt(self, request: Request, unit: Unit) -> Unit:
+        """Hand the pages that a unit of the first stage fills to the prefix cache; the unit that saves rows and state."""
+        assert self.prefix is not None
+        shape, page = request.shape.prefix, self.config.page_size
+        saved = []
+        for column in range(request.noted_pages, request.row // page):
+            self._note_page(request, request.prompt[column * page : (column + 1) * page])
+            block = request.last_block
+            if block is None:
+                return replace(unit, saved_rows=tuple(saved))
+            if shape.rows_of is not None and shape.rows_of not in block.rows:
+                ids = self.prefix.take_row_pages(block, shape.rows_of)
+                if ids is not None:
+                    saved.append((column, ids))
+        state = -1
+        block = request.last_block
+        if shape.linear_layers and block is not None and request.noted_pages * page == request.row:
+            if block.parent is not None and (block.state < 0 or block.state_layers < shape.linear_layers):
+                state = self.prefix.take_state(block, shape.linear_layers)
+        return replace(unit, saved_rows=tuple(saved), saved_state=state)
+
+    def _note_generated(self, request: Request) -> None:
+        """Hand what a request without drops has generated to the prefix cache, as far as its tokens are known."""
+        shape, page = request.shape.prefix, self.config.page_size
+        if request.state is not RequestState.RUNNING or shape.rows_of is not None or shape.linear_layers:
+            return
+        fed = min(request.dispatched - 1, len(request.generated))
+        tokens = np.concatenate([request.prompt, np.asarray(request.generated[:fed], np.int32)])
+        for start in range(request.noted_pages * page, len(tokens), page):
+            if request.last_block is not None:
+                self._note_page(request, tokens[start : start + page])
+
+    def _note_page(self, request: Request, tokens: Int32[np.ndarray, " tokens"]) -> None:
+        """Note a request's next page of tokens, and hand its pages over where the prefix cache lacks them."""
+        assert self.prefix is not None and request.last_block is not None and request.pages is not None
+        layers = request.shape.prefix.layers
+        block = request.last_block = self.prefix.child(request.last_block, tokens)
+        if block is not None:
+            if self.prefix.wants_pages(block, layers):
+                self.prefix.give_pages(block, request.pages.hand_over(request.noted_pages, layers))
+                request.blocks.append(block)
+            request.noted_pages += 1
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._give_back(request)
@@ -197,12 +333,22 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         assert request.pages is not None
         self.admitted.remove(request)
+        if self.prefix is not None:
+            self._note_generated(request)
         request.pages.free()
         request.pages = None
+        if self.prefix is not None:
+            for block in reversed(request.blocks):
+                self.prefix.release(block, request.shape.prefix.layers)
+            request.reused, request.blocks, request.last_block = PrefixMatch(), [], None
         self.pages.release(request.reserved)
         request.reserved = 0
         self.slots.free(request.slot)
         request.slot = -1
+
+    def _make_room(self, pages: int) -> bool:
+        """Whether so many pages are available, after giving up what is only kept in case it is of use."""
+        return pages <= self.pages.available_pages or (self.prefix is not None and self.prefix.make_room(pages))
 
     def _worst_pages(self, tokens: int) -> int:
         return self.num_layers * pages_of(tokens, self.config.page_size)

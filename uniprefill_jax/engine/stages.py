@@ -7,7 +7,8 @@ chunks run one after the other, and only then may the next stage begin: a drop l
 from dataclasses import dataclass
 from typing import Literal
 
-from uniprefill_jax.cache.pools import attention_layers
+from uniprefill_jax.cache.pools import attention_layers, linear_layers
+from uniprefill_jax.cache.prefix import PrefixShape
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.models.config import ModelConfig
 from uniprefill_jax.models.layer_loop import Grouping, group_layers
@@ -79,6 +80,16 @@ def segment_layers(
     for number, layer in enumerate(attention_layers(model)):
         segments[of_layer[layer]].append(number)
     return tuple(map(tuple, segments))
+
+
+def prefix_shape(model: ModelConfig, config: UniPrefillConfig, drop_layers: tuple[int, ...]) -> PrefixShape:
+    """What of such a prefill depends on the tokens alone: all up to the mixer of the first drop layer."""
+    attention, linear = attention_layers(model), linear_layers(model)
+    if not drop_layers:
+        return PrefixShape(len(attention), len(linear), None, 1)
+    first = drop_layers[0]
+    before = sum(layer <= first for layer in attention), sum(layer < first for layer in linear)
+    return PrefixShape(*before, first, config.window_tokens)
 
 
 def stage_program(model: ModelConfig, stage: Stage) -> StageProgram:
