@@ -35,7 +35,10 @@ class RequestPages:
         self._page_size = page_size
 
     def open_segment(
-        self, layers: tuple[int, ...], length: int, shared: Int32[np.ndarray, "shared_layers shared_pages"] | None = None
+        self,
+        layers: tuple[int, ...],
+        length: int,
+        shared: Int32[np.ndarray, "shared_layers shared_pages"] | None = None,
     ) -> None:
         """Take the pages of one more segment that holds `length` tokens.
 

@@ -15,9 +15,17 @@ import numpy as np
 from uniprefill_jax.cache.pools import attention_layers
 from uniprefill_jax.config import EngineConfig, SamplingConfig, UniPrefillConfig
 from uniprefill_jax.engine.executor import Executor
-from uniprefill_jax.engine.requests import Event, PrefillReport, PrefillShape, Request, RequestState, StageRows
+from uniprefill_jax.engine.requests import (
+    Event,
+    PartPrice,
+    PrefillReport,
+    PrefillShape,
+    Request,
+    RequestState,
+    StageRows,
+)
 from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction
-from uniprefill_jax.engine.stages import prefill_stages, prefix_shape, segment_layers
+from uniprefill_jax.engine.stages import Stage, part_price, prefill_stages, prefix_shape, segment_layers, stage_parts
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.llm import LLM, GrowingText
 from uniprefill_jax.sampling import MAX_LOGPROBS, Drawn
@@ -142,7 +150,7 @@ class Engine:
             config=config,
             sampling=sampling,
             shape=PrefillShape(
-                stages=tuple(StageRows(stage.rows, stage.drops) for stage in stages),
+                stages=tuple(StageRows(stage.rows, stage.drops, self._prices(stage)) for stage in stages),
                 segments=segment_layers(self.llm.config, config, drop_layers),
                 carries=config.dropped_tokens == "carry",
                 prefix=prefix_shape(self.llm.config, config, drop_layers),
@@ -166,10 +174,7 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Do one step's worth of work; what became known in it."""
-        for request in self.scheduler.in_state(RequestState.PREFILLING):
-            if request.awaits_drop:
-                self.scheduler.drop_read(request, self.executor.read_drop(request))
-                self.executor.next_segment(request)
+        self._read_drops()
         plan = self.scheduler.schedule()
         events = []
         for request in plan.preempted:
@@ -231,6 +236,20 @@ class Engine:
             slots_in_use=self.config.max_running - self.scheduler.slots.free_slots,
             programs=self.executor.compiled,
         )
+
+    def _read_drops(self) -> None:
+        """Go on with requests that await a drop; only where there is nothing else to do the device is waited for."""
+        admitted = self.scheduler.admitted
+        awaiting = [request for request in admitted if request.awaits_drop]
+        # Processes of one mesh have to take the same decisions, and their devices are not ready at the same time.
+        may_wait = len(awaiting) == len(admitted) or jax.process_count() > 1
+        for request in awaiting:
+            if may_wait or self.executor.drop_is_ready(request):
+                self.scheduler.drop_read(request, self.executor.read_drop(request))
+                self.executor.next_segment(request)
+
+    def _prices(self, stage: Stage) -> tuple[PartPrice, ...]:
+        return tuple(part_price(self.llm.config, part) for part in stage_parts(self.llm.config, stage))
 
     def _read(self, pending: _Pending) -> list[Event]:
         tokens = np.asarray(pending.drawn.tokens)

@@ -39,7 +39,7 @@ from uniprefill_jax.engine.prefix_steps import copy_pages, copy_state, restore_r
 from uniprefill_jax.engine.programs import StepPrograms
 from uniprefill_jax.engine.requests import PrefillReport, Request
 from uniprefill_jax.engine.scheduler import DecodeRow, Unit
-from uniprefill_jax.engine.stages import Stage, prefill_stages, stage_program
+from uniprefill_jax.engine.stages import Stage, prefill_stages, stage_parts, stage_program
 from uniprefill_jax.llm import DTYPES, LLM
 from uniprefill_jax.sampling import Drawn, SamplingKind, SamplingNumbers, token_logprobs
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
@@ -116,6 +116,10 @@ class Executor:
         """Slots of recurrent states beside the dummy: requests', then those of the prefix cache."""
         return self.config.max_running + (self.config.state_checkpoints if self.config.prefix_reuse else 0)
 
+    def drop_is_ready(self, request: Request) -> bool:
+        """Whether `read_drop` would not wait."""
+        return self._rows[request.id].outcomes[-1].count.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
     def read_drop(self, request: Request) -> int:
         """How many tokens the last drop of a request kept; waits for the device."""
         return int(self._rows[request.id].outcomes[-1].count)
@@ -146,8 +150,9 @@ class Executor:
             ("load", size, meaning), partial(load_chunk, size=size, windows=windows, window_meaning=meaning)
         )
         chunk = load(buffer, np.int32(unit.start), np.int32(unit.count))
-        program = stage_program(self.model, stage)
-        layers = np.asarray([stage.feed_forward or 0, stage.first, stage.last or 0], np.int32)
+        part = stage_parts(self.model, stage)[unit.part]
+        program = stage_program(self.model, part)
+        layers = np.asarray([part.feed_forward or 0, part.first, part.last or 0], np.int32)
         run = self._programs.with_model(("stage", program), partial(run_stage, program), donate=(1,))
         x, self.pools, rows.queries = run(
             self.pools, chunk, rows.page_tables, np.int32(request.slot + 1), rows.queries, layers
@@ -216,7 +221,8 @@ class Executor:
         buffer = self._programs.with_model(("start",), start_rows)(tokens, np.int32(length))
         if request.reused.tokens:
             buffer = self._reuse(request, buffer)
-        window = request.config.window_tokens if drop_layers else 0
+        # Also where nothing is dropped: that shares its programs with what drops.
+        window = request.config.window_tokens
         rows = _Rows(
             stages=prefill_stages(self.model, request.config, drop_layers),
             drop_layers=drop_layers,

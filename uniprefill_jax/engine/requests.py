@@ -23,11 +23,31 @@ class RequestState(Enum):
 
 
 @dataclass(frozen=True)
+class PartPrice:
+    """What a row of a part of a stage costs, in rows of a whole part that see nothing.
+
+    Attributes:
+        row: whatever it sees.
+        seen: for every window (None: none) of the part's layers, what each row that it sees costs.
+    """
+
+    row: float = 1.0
+    seen: tuple[tuple[int | None, float], ...] = ()
+
+    def of(self, rows_before: int) -> float:
+        """The price of a row that has so many before it."""
+        return self.row + sum(
+            price * (rows_before if window is None else min(rows_before, window)) for window, price in self.seen
+        )
+
+
+@dataclass(frozen=True)
 class StageRows:
-    """What the scheduler needs to know of a stage: its rows, and whether it ends in a drop."""
+    """What the scheduler needs to know of a stage: its rows, whether it ends in a drop, and its parts."""
 
     rows: Literal["all", "kept"]
     drops: bool
+    parts: tuple[PartPrice, ...] = (PartPrice(),)
 
 
 @dataclass(frozen=True)
@@ -64,6 +84,7 @@ class Request:
         pages: pages while admitted.
         reserved: pages promised for segments not yet open.
         stage, row, rows: the stage in hand, its next row, and how many it has.
+        part, chunk: the next part of the chunk in hand, and the chunk's rows; 0 where none is begun.
         awaits_drop: whether a drop was dispatched whose outcome the host has not read.
         segment_lengths: tokens of every segment so far; the first is the prompt's length.
         reused: what was found of the prompt's beginning when it was admitted.
@@ -91,6 +112,8 @@ class Request:
     stage: int = 0
     row: int = 0
     rows: int = 0
+    part: int = 0
+    chunk: int = 0
     awaits_drop: bool = False
     segment_lengths: list[int] = field(default_factory=list)
     reused: PrefixMatch = PrefixMatch()

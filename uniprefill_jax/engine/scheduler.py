@@ -7,6 +7,7 @@ none is left, not even in the prefix cache, the admitted request that ranks last
 be computed again. The request that ranks first is never preempted and fits the pool alone, so every step makes progress.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -21,20 +22,25 @@ from uniprefill_jax.config import EngineConfig
 from uniprefill_jax.engine.requests import Request, RequestState
 from uniprefill_jax.errors import InputError
 
+FEWEST = 4  # a chunk that is not a stage's last has at least this part of a step's budget
+
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of prefill: rows [start, start + count) of a request's stage.
+    """One piece of prefill: rows [start, start + count) of a part of a request's stage.
 
     Attributes:
+        ends_chunk: whether it is the last part.
         saved_rows: afterwards, pages of the prefix cache to write rows to: (number of a page of tokens, pages).
         saved_state: afterwards, the slot of the prefix cache to copy the recurrent state to; -1 for none.
     """
 
     request: Request
     stage: int
+    part: int
     start: int
     count: int
+    ends_chunk: bool
     ends_stage: bool
     ends_prefill: bool
     saved_rows: tuple[tuple[int, Int32[np.ndarray, " row_pages"]], ...] = ()
@@ -63,7 +69,8 @@ class Scheduler:
     """Requests by state, and the accounts of pages and slots.
 
     Attributes:
-        budget: most prompt tokens of one step.
+        budget: most prompt tokens of one step, through one part of a stage. While others decode, a row counts the more
+            the more rows it sees: a step's time is what they wait.
         prefix: what is kept of tokens that were read before; None: nothing.
         queried_tokens: prompt tokens that were looked up in it.
         hit_tokens: how many of them were found.
@@ -164,11 +171,11 @@ class Scheduler:
                 return
             prefilling.popleft()
             while budget and first.state is RequestState.PREFILLING and not first.awaits_drop:
-                unit = self._next_unit(first, budget)
-                if unit is None:
+                found = self._next_unit(first, budget, priced=bool(plan.decode))
+                if found is None:
                     break
-                budget -= unit.count
-                plan.units.append(unit)
+                budget -= found[1]
+                plan.units.append(found[0])
 
     def _admit(self, plan: StepPlan) -> bool:
         """Let the first that waits in, if there is room for it."""
@@ -183,7 +190,7 @@ class Scheduler:
         shape = request.shape.prefix
         request.reserved = self._worst_pages(len(request.prompt)) - shape.layers * len(match.blocks)
         self.pages.reserve(request.reserved)
-        request.stage = request.dispatched = 0
+        request.stage = request.part = request.chunk = request.dispatched = 0
         request.row, request.rows = match.tokens, len(request.prompt)
         request.awaits_drop = False
         request.segment_lengths = []
@@ -223,17 +230,51 @@ class Scheduler:
         self._no_room = request, room
         return None
 
-    def _next_unit(self, request: Request, budget: int) -> Unit | None:
+    def _next_unit(self, request: Request, budget: int, priced: bool) -> tuple[Unit, int] | None:
+        """The next piece of a request's prefill and what it costs; None where the budget is better kept.
+
+        `priced` counts what rows see, otherwise a row costs 1.
+        """
         stages = request.shape.stages
-        count = min(budget, request.rows - request.row)
-        if request.stage == 0:
-            count = self._to_checkpoint(request, count)
-            if not count:
-                return None
+        parts = stages[request.stage].parts
+        price = parts[request.part].of(request.row) if priced else 1.0
+        untouched = budget == self.budget
+        if not request.chunk:
+            request.chunk = self._chunk_rows(request, budget, price)
+        elif not untouched and request.chunk * price > budget:
+            return None
+        if not request.chunk:
+            return None
+        count = request.chunk
+        cost = min(math.ceil(count * price), budget)
+        if request.part + 1 < len(parts):
+            unit = Unit(request, request.stage, request.part, request.row, count, False, False, False)
+            request.part += 1
+            return unit, cost
+        return self._end_chunk(request, count), cost
+
+    def _chunk_rows(self, request: Request, budget: int, price: float) -> int:
+        """Rows of a request's next chunk; 0: better none in this step."""
+        left = request.rows - request.row
+        few = max(self.budget // FEWEST, 1)
+        affordable = int(budget / price)
+        if budget == self.budget:
+            affordable = max(affordable, few)
+        elif affordable < min(few, left):
+            return 0  # not worth the weights that it would read
+        count = min(affordable, left)
+        if few < count < left:
+            count -= count % few
+        return self._to_checkpoint(request, count) if request.stage == 0 else count
+
+    def _end_chunk(self, request: Request, count: int) -> Unit:
+        """The last part of a chunk: the request moves on."""
+        stages = request.shape.stages
         ends_stage = request.row + count == request.rows
         ends_prefill = ends_stage and request.stage + 1 == len(stages)
-        unit = Unit(request, request.stage, request.row, count, ends_stage, ends_prefill)
+        unit = Unit(request, request.stage, request.part, request.row, count, True, ends_stage, ends_prefill)
         request.row += count
+        request.part = request.chunk = 0
         if request.stage == 0 and request.last_block is not None:
             unit = self._note_prompt(request, unit)
         if ends_prefill:

@@ -4,15 +4,19 @@ A stage is (feed-forward of the last drop layer), whole layers, (mixer of the ne
 chunks run one after the other, and only then may the next stage begin: a drop looks at all tokens of its layer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from uniprefill_jax.cache.pools import attention_layers, linear_layers
 from uniprefill_jax.cache.prefix import PrefixShape
 from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.engine.requests import PartPrice
 from uniprefill_jax.models.config import ModelConfig
-from uniprefill_jax.models.layer_loop import Grouping, group_layers
+from uniprefill_jax.models.layer_loop import Grouping, LayerLoop, group_layers
+from uniprefill_jax.sparsify.cost import row_flops
 from uniprefill_jax.sparsify.drop_layers import segments_of_layers
+
+PART_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,40 @@ def prefill_stages(model: ModelConfig, config: UniPrefillConfig, drop_layers: tu
         else:
             stages.append(Stage("kept", drop, drop + 1, end - drop - 1, end, drops))
     return tuple(stages)
+
+
+def stage_parts(model: ModelConfig, stage: Stage) -> tuple[Stage, ...]:
+    """A stage in parts of a few layers each, the pieces between which a step may end: every chunk goes through all of
+    them before the next one begins.
+
+    They are as long as the model's pattern of layers, or a multiple of that, so that few programs serve them all.
+    """
+    most = _part_layers(model)
+    parts, feed_forward, first, count = [], stage.feed_forward, stage.first, stage.count
+    while count + (stage.last is not None) > most:
+        parts.append(replace(stage, feed_forward=feed_forward, first=first, count=most, last=None, drops=False))
+        feed_forward, first, count = None, first + most, count - most
+    return (*parts, replace(stage, feed_forward=feed_forward, first=first, count=count))
+
+
+def part_price(model: ModelConfig, part: Stage) -> PartPrice:
+    """What a row of a part costs, at least as much as one of a whole part: see `PartPrice`."""
+    costs = {layer: row_flops(model, layer) for layer in model.layers}
+    unit = _part_layers(model) * sum(costs[layer][0] for layer in model.layers) / model.num_layers
+    layers = [*range(part.first, part.first + part.count), *([] if part.last is None else [part.last])]
+    row, seen = 0.0, dict[int | None, float]()
+    for layer in (model.layers[number] for number in layers):
+        row += costs[layer][0] / unit
+        if costs[layer][1]:
+            seen[layer.window] = seen.get(layer.window, 0.0) + costs[layer][1] / unit
+    return PartPrice(max(row, 1.0), tuple(seen.items()))
+
+
+def _part_layers(model: ModelConfig) -> int:
+    """Layers of a whole part: the shortest multiple of the repeated pattern that has `PART_LAYERS`."""
+    first = group_layers([layer.kind for layer in model.layers])[0]
+    pattern = sum(run.count for run in first.body) if isinstance(first, LayerLoop) else 1
+    return -(-PART_LAYERS // pattern) * pattern
 
 
 def segment_layers(

@@ -44,6 +44,14 @@ def prefill_flops(
     return dict(total)
 
 
+def row_flops(model: ModelConfig, layer: LayerSpec) -> tuple[float, float]:
+    """Operations of one row of a layer: without the rows that its attention sees, and for each of these."""
+    mixer = _linear_flops if layer.mixer == "linear" else _attention_flops
+    steps = [*mixer(model, layer, np.zeros(1), "kept", 1).values(), *_feed_forward_flops(model, layer).values()]
+    seen = 0.0 if layer.mixer == "linear" else 4.0 * model.num_heads * model.head_dim
+    return sum(steps) - seen, seen
+
+
 def attention_pairs(positions: np.ndarray, window: int | None, window_meaning: str) -> int:
     """How many (query, key) pairs a causal, possibly windowed, attention over these positions has."""
     return int(_visible(positions, window, window_meaning).sum())
