@@ -19,7 +19,13 @@ from uniprefill_jax.sampling import SamplingKind, SamplingNumbers, sample
 DENSE = up.UniPrefillConfig.dense()
 # Two sizes of row buffers: up to 64 rows and up to 256.
 LENGTHS = (190, 1, 33, 64, 129, 256 - 40, 150, 17, 160, 48, 16, 5)
-PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+# Two of three begin alike.
+TEXT = prompt(256, 100)
+SHARED = [length * 3 // 4 if number % 3 else 0 for number, length in enumerate(LENGTHS)]
+PROMPTS = [
+    TEXT[:shared] + prompt(length - shared, seed)
+    for seed, (length, shared) in enumerate(zip(LENGTHS, SHARED, strict=True))
+]
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +314,11 @@ def test_random_operations_give_everybody_their_own_tokens(llm, expected):
             while self.wanted:
                 self.step(1)
             assert_nothing_held(self.engine)
+            reused.append(self.engine.stats().prefix_hit_tokens)
+            self.engine.forget_prefixes()
+            assert self.engine.scheduler.pages.free_pages == CONFIG.pool_pages
             assert all(np.isnan(pages).all() for pages in (self.engine.executor.pools.keys,))
 
+    reused = []
     run_state_machine_as_test(EngineMachine, settings=settings(max_examples=12, stateful_step_count=25))
+    assert sum(reused) > 0

@@ -6,7 +6,7 @@ import pytest
 
 import uniprefill_jax as up
 from tests.engine.tiny import DROPPING, prompt
-from tests.serve.model import NAME, alone, ask, byte_llm, client, metric, nothing_held, tiny_server, wait_until
+from tests.serve.model import ENGINE, NAME, alone, ask, byte_llm, client, metric, nothing_held, tiny_server, wait_until
 
 DENSE = up.UniPrefillConfig.dense()
 MESSAGES = [{"role": "developer", "content": "ab"}, {"role": "user", "content": [{"type": "text", "text": "1 2?"}]}]
@@ -49,7 +49,10 @@ def test_chat_whole_and_streamed(api, llm, chat_ids):
         model=NAME, messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **DRAWN
     )
     *chunks, last = stream
-    assert last.choices == [] and last.usage == answer.usage
+    assert last.choices == [] and last.usage.completion_tokens == answer.usage.completion_tokens
+    # The second time all but the last tokens, whose queries score the prompt, are there already.
+    reusable = max(len(chat_ids) - DROPPING.window_tokens, 0) // ENGINE.page_size * ENGINE.page_size
+    assert last.usage.prompt_tokens_details.cached_tokens >= reusable
     assert all(chunk.usage is None and chunk.id == last.id and chunk.object.endswith(".chunk") for chunk in chunks)
     deltas = [chunk.choices[0].delta.content or "" for chunk in chunks]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -195,6 +198,8 @@ def test_models_health_and_metrics(server, api):
         "vllm:kv_cache_usage_perc",
         "vllm:prompt_tokens_total",
         "vllm:num_preemptions_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
         "uniprefill:kept_fraction_bucket",
     ):
         assert f"{name}{{" in text and f'model_name="{NAME}"' in text, name

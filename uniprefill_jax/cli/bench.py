@@ -105,6 +105,10 @@ def throughput(
     batches: Annotated[str, typer.Option(help="Prompts of each length.")] = "1,4,16",
     output_len: Annotated[int, typer.Option(min=1, help="Tokens that each generates; 1 measures prefill.")] = 1,
     range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, in [0, 1).")] = 0.0,
+    random_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens, of those of --lengths, with which all prompts begin alike.")
+    ] = 0,
+    prefix_reuse: Annotated[bool, typer.Option(help="Go on from what was computed of that beginning.")] = True,
     request_rate: Annotated[float, typer.Option(help="Arrivals per second; inf: all at once.")] = float("inf"),
     burstiness: Annotated[float, typer.Option(help="1: Poisson; below: in bunches; above: evenly.")] = 1.0,
     max_concurrency: Annotated[int, typer.Option(help="Most prompts in the engine at a time; 0: no limit.")] = 0,
@@ -135,6 +139,8 @@ def throughput(
             f"--range-ratio is {range_ratio}, --request-rate {request_rate}, --burstiness {burstiness}; the first must "
             "be in [0, 1), the others above 0"
         )
+    if random_prefix_len >= min(cells)[0]:
+        raise InputError(f"--random-prefix-len is {random_prefix_len}; use less than every one of --lengths {lengths}")
     dropping = UniPrefillConfig(drop_layers=options.parse_drop_layers(drop_layers), dropped_tokens=dropped_tokens)
     configs = {"dense": UniPrefillConfig.dense()} | {
         f"top_p={value}": replace(dropping, top_p=value) for value in options.numbers("--top-p", top_p, float)
@@ -156,6 +162,7 @@ def throughput(
             max_running=max_running,
             prefill_chunk=prefill_chunk,
             max_length=min(longest, llm.config.max_position),
+            prefix_reuse=prefix_reuse,
         )
         engine = Engine(llm, engine_config)
         table: list[dict[str, Any]] = []
@@ -168,7 +175,15 @@ def throughput(
 
         for length, batch in cells:
             load = measured.Load(
-                batch, length, output_len, range_ratio, request_rate, burstiness, max_concurrency or None, seed
+                batch,
+                length - random_prefix_len,
+                output_len,
+                range_ratio,
+                request_rate,
+                burstiness,
+                max_concurrency or None,
+                seed,
+                random_prefix_len,
             )
             dense_rate = None
             for method, setting in configs.items():

@@ -63,6 +63,19 @@ def serve(
         int | None,
         typer.Option(min=1, help="Tokens that the cache holds when nothing is dropped.", rich_help_panel=ENGINE),
     ] = None,
+    prefix_reuse: Annotated[
+        bool,
+        typer.Option(
+            help="Go on from what was computed for prompts that began alike, as far as no token was dropped.",
+            rich_help_panel=ENGINE,
+        ),
+    ] = ENGINE_DEFAULTS.prefix_reuse,
+    state_checkpoints: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Recurrent states kept for that, for models that have some.", rich_help_panel=ENGINE
+        ),
+    ] = ENGINE_DEFAULTS.state_checkpoints,
     max_waiting: Annotated[
         int, typer.Option(help="Most waiting sequences; more get 429.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -100,7 +113,12 @@ def serve(
         top_p_over=top_p_over,
     )
     engine_config = EngineConfig(
-        page_size=page_size, max_running=max_running, prefill_chunk=prefill_chunk, max_length=max_length
+        page_size=page_size,
+        max_running=max_running,
+        prefill_chunk=prefill_chunk,
+        max_length=max_length,
+        prefix_reuse=prefix_reuse,
+        state_checkpoints=state_checkpoints,
     )
     try:
         from uniprefill_jax.serve.logs import configure_logging

@@ -128,6 +128,7 @@ def _place(engine: Engine, config: UniPrefillConfig) -> tuple[Path, dict[str, ob
 
 
 def _first_token_seconds(engine: Engine, prompt: list[int], config: UniPrefillConfig) -> float:
+    engine.forget_prefixes()
     start = time.perf_counter()
     engine.submit(prompt, config, SamplingConfig(max_tokens=1))
     while engine.has_work:

@@ -269,10 +269,16 @@ class Engine:
                 event = replace(event, logprob=float(logprobs.drawn[place]), alternatives=alternatives)
             events.append(event)
             if text.ended:
-                fraction = kept_fraction(request)
+                fraction, reused = kept_fraction(request), request.reused.tokens
                 self._end(request, text.finish_reason)
                 events.append(
-                    Event(request.id, "finished", finish_reason=request.finish_reason, kept_fraction=fraction)
+                    Event(
+                        request.id,
+                        "finished",
+                        finish_reason=request.finish_reason,
+                        kept_fraction=fraction,
+                        reused_tokens=reused,
+                    )
                 )
         return events
 

@@ -162,6 +162,7 @@ class Event:
         text: text that became certain with it, of a "token" event; empty where there is no tokenizer.
         finish_reason: "stop" or "length", of a "finished" event.
         kept_fraction: of a "finished" event, prompt tokens in the attention caches over those of a dense prefill.
+        reused_tokens: of a "finished" event, prompt tokens that were found in the prefix cache.
         logprob: log-probability of the token, of a "token" event of a request that asked for it.
         alternatives: the likeliest tokens in its place and their log-probabilities, falling; as many as were asked for.
     """
@@ -172,5 +173,6 @@ class Event:
     text: str = ""
     finish_reason: str = ""
     kept_fraction: float = 1.0
+    reused_tokens: int = 0
     logprob: float = float("nan")
     alternatives: tuple[tuple[int, float], ...] = ()

@@ -2,7 +2,8 @@
 
 Programs depend on the size of a prompt's row buffer, on the padded size of a chunk, and on how tokens are drawn. Short
 rehearsals go through all of these combinations, with the step's token budget set to each chunk size in turn; top_p is
-traced, so that one close to 1, at which every later stage sees as many rows as the first, stands for all.
+traced, so that one close to 1, at which every later stage sees as many rows as the first, stands for all. Some prompts
+come again, to go on from what the prefix cache keeps of them.
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from uniprefill_jax.cache.pools import linear_layers
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.engine.engine import Engine
 from uniprefill_jax.engine.executor import buffer_sizes
@@ -25,13 +27,17 @@ _DRAWS = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One request that makes the engine compile something: its prompt's length, the step's budget, and its settings."""
+    """A request that makes the engine compile something: its prompt's length, the step's budget, and its settings.
+
+    It is put `times` times, one after the other.
+    """
 
     length: int
     budget: int
     config: UniPrefillConfig
     sampling: SamplingConfig
     logprobs: int | None
+    times: int
 
 
 def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[Rehearsal]:
@@ -39,6 +45,8 @@ def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[R
     configs = [UniPrefillConfig.dense()]
     if not config.is_dense:
         configs.append(replace(config, top_p=KEEPS_ALL))
+    # A recurrent state is kept when a prompt comes for the second time, and restored at the third.
+    again = 0 if engine.scheduler.prefix is None else 2 if linear_layers(engine.llm.config) else 1
     chunks = engine.executor.chunk_sizes
     drawn: set[int] = set()
     found = []
@@ -54,7 +62,14 @@ def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[R
             reports, tokens = ((None,), 1) if drawn else ((None, 0), 2)
             drawn.add(chunk)
             found += [
-                Rehearsal(length, budget, own, replace(sampling, max_tokens=tokens), logprobs)
+                Rehearsal(
+                    length,
+                    budget,
+                    own,
+                    replace(sampling, max_tokens=tokens),
+                    logprobs,
+                    times=1 + again * (smaller == 0 and sampling is _DRAWS[0]),
+                )
                 for own in configs
                 for sampling in draws
                 for logprobs in reports
@@ -81,10 +96,13 @@ def warm_up(
                 progress(number, len(planned))
             engine.scheduler.budget = rehearsal.budget
             prompt = np.arange(rehearsal.length) % engine.llm.config.vocab_size
-            engine.submit(prompt.tolist(), rehearsal.config, rehearsal.sampling, logprobs=rehearsal.logprobs)
-            while engine.has_work:
-                engine.step()
+            engine.forget_prefixes()
+            for _ in range(rehearsal.times):
+                engine.submit(prompt.tolist(), rehearsal.config, rehearsal.sampling, logprobs=rehearsal.logprobs)
+                while engine.has_work:
+                    engine.step()
     finally:
         engine.scheduler.budget = budget
+        engine.forget_prefixes()
     if progress is not None:
         progress(len(planned), len(planned))

@@ -29,13 +29,16 @@ class Answer(Protocol):
         ...
 
 
-def usage(prompt_tokens: int, choices: Sequence[Choice]) -> Json:
+def usage(prompt_tokens: int, choices: Sequence[Choice], choices_per_prompt: int) -> Json:
     """Numbers of tokens; a prompt counts once however many choices it has."""
     completion_tokens = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(choice.reused_tokens for choice in choices[::choices_per_prompt])
+        },
     }
 
 

@@ -118,7 +118,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def _whole(scope: Scope, send: Send, answer: Answer, generation: Generation, prepared: Prepared) -> None:
     async for _ in generation.growths():
         _note_first_token(scope)
-    counted = usage(prepared.prompt_tokens, generation.choices)
+    counted = usage(prepared.prompt_tokens, generation.choices, prepared.request.n or 1)
     response = JSONResponse(answer.whole(generation.choices, counted))
     await response(scope, _no_receive, send)
 
@@ -137,7 +137,7 @@ async def _stream(scope: Scope, send: Send, answer: Answer, generation: Generati
         if chunk is not None:
             await _send_event(send, chunk)
     if prepared.request.includes_usage:
-        await _send_event(send, answer.usage_chunk(usage(prepared.prompt_tokens, generation.choices)))
+        await _send_event(send, answer.usage_chunk(usage(prepared.prompt_tokens, generation.choices, prepared.request.n or 1)))
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 

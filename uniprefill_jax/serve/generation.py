@@ -33,7 +33,7 @@ class Choice:
         tokens: how many were generated.
         reports: log-probabilities, where they were asked for; the token that ended the text is not among them.
         finish_reason: None until it has ended.
-        kept_fraction: of a finished one, see `Event`.
+        kept_fraction, reused_tokens: of a finished one, see `Event`.
     """
 
     index: int
@@ -42,6 +42,7 @@ class Choice:
     reports: list[TokenReport] = field(default_factory=list)
     finish_reason: str | None = None
     kept_fraction: float = 1.0
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class Generation:
             if update.kind == "finished":
                 left -= 1
                 choice.finish_reason, choice.kept_fraction = update.finish_reason, update.kept_fraction
+                choice.reused_tokens = update.reused_tokens
                 yield Growth(choice, "", [])
             elif update.kind == "token":
                 reports = self._reports(self._specs[index], update)

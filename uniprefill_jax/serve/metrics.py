@@ -7,9 +7,12 @@ n = 2 is two.
 """
 
 import time
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
+from prometheus_client.registry import Collector
 
 from uniprefill_jax.engine.requests import Event
 from uniprefill_jax.serve.engine_thread import EngineThread, Job
@@ -30,6 +33,25 @@ _REQUEST_BUCKETS = (
 )
 _LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _FRACTION_BUCKETS = tuple(step / 20 for step in range(1, 21))
+
+
+class _PrefixCounters(Collector):
+    """Prompt tokens looked up for reuse and found, as the engine has counted them."""
+
+    def __init__(self, engine: EngineThread, labels: dict[str, str]):
+        self._engine = engine
+        self._labels = labels
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Both counters as of the engine's last step."""
+        stats = self._engine.stats
+        for name, text, value in (
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up for reuse.", stats.prefix_queried_tokens),
+            ("vllm:prefix_cache_hits", "Prompt tokens that were found and not computed.", stats.prefix_hit_tokens),
+        ):
+            family = CounterMetricFamily(name, text, labels=tuple(self._labels))
+            family.add_metric(tuple(self._labels.values()), value)
+            yield family
 
 
 class Metrics:
@@ -98,10 +120,15 @@ class Metrics:
                 "Free pages promised to prefills in progress.",
                 lambda: engine.stats.pages_reserved,
             ),
+            "uniprefill:pages_cached": (
+                "Pages kept for prefix reuse alone; free for whoever needs them.",
+                lambda: engine.stats.pages_cached,
+            ),
             "uniprefill:slots_in_use": ("Admitted sequences.", lambda: engine.stats.slots_in_use),
         }
         for name, (text, read) in gauges.items():
             Gauge(name, text, tuple(self._labels), registry=self.registry).labels(**self._labels).set_function(read)
+        self.registry.register(_PrefixCounters(engine, self._labels))
 
     def exposition(self) -> bytes:
         """All of it, as Prometheus reads it."""
