@@ -114,7 +114,7 @@ def decode_step(
             stack,
             kept,
         )
-        return module.transform(x), {**caches, kind: updated}
+        return module.transform(x, jnp.asarray(x.shape[0], jnp.int32)), {**caches, kind: updated}
 
     x, caches = loop_layers(group_layers(kinds), 0, body, (model.embed(tokens), state.caches))
     return model.logits(x), DecodeState(caches, state.step + 1)

@@ -5,6 +5,7 @@ chunks run one after the other, and only then may the next stage begin: a drop l
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from uniprefill_jax.cache.pools import attention_layers, linear_layers
@@ -72,6 +73,7 @@ def prefill_stages(model: ModelConfig, config: UniPrefillConfig, drop_layers: tu
     return tuple(stages)
 
 
+@lru_cache(maxsize=4096)
 def stage_parts(model: ModelConfig, stage: Stage) -> tuple[Stage, ...]:
     """A stage in parts of a few layers each, the pieces between which a step may end: every chunk goes through all of
     them before the next one begins.
@@ -130,6 +132,7 @@ def prefix_shape(model: ModelConfig, config: UniPrefillConfig, drop_layers: tupl
     return PrefixShape(*before, first, config.window_tokens)
 
 
+@lru_cache(maxsize=4096)
 def stage_program(model: ModelConfig, stage: Stage) -> StageProgram:
     """The program that runs a stage."""
     kinds = [layer.kind for layer in model.layers]

@@ -134,9 +134,12 @@ class Attention(nnx.Module):
             )
         return after(x[last], self._output(output, gate), None), AttentionCache(keys, values)
 
-    def step(self, x: Float[Array, "B D"], view: AttentionStep) -> tuple[Float[Array, "B D"], AttentionCache]:
-        """One token of every request; also the generated part of the cache with this token written."""
-        queries, keys, values, gate = self._project(x, view.rope)
+    def step(
+        self, x: Float[Array, "B D"], view: AttentionStep, count: Int32[Array, ""] | None = None
+    ) -> tuple[Float[Array, "B D"], AttentionCache]:
+        """One token of every request; also the generated part of the cache with this token written; `count` as in
+        `projection.project`."""
+        queries, keys, values, gate = self._project(x, view.rope, count)
         generated = AttentionCache(
             *(
                 jax.lax.dynamic_update_slice_in_dim(store, new[None].astype(store.dtype), view.step, axis=0)
@@ -153,7 +156,7 @@ class Attention(nnx.Module):
                 head_axis=1,
                 out_specs=PartitionSpec(None, TENSOR),
             )
-        return self._output(output, gate), generated
+        return self._output(output, gate, count), generated
 
     def attend_with[Kept](
         self,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
@@ -52,8 +53,9 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B D"], view: AttentionStep | RecurrentCache
     ) -> tuple[Float[Array, "B D"], AttentionCache | RecurrentCache]:
         """The mixer sub-layer of one decode step: new hidden states and what the layer keeps."""
-        output, kept = self.mixer.step(self.input_norm(x), view)  # pyright: ignore[reportArgumentType]
-        return self._add_mixed(x, output), kept
+        count = jnp.asarray(x.shape[0], jnp.int32)
+        output, kept = self.mixer.step(self.input_norm(x, count), view, count)  # pyright: ignore[reportArgumentType]
+        return self._add_mixed(x, output, count), kept
 
     def mix_with[Kept](
         self,
