@@ -26,7 +26,9 @@ SHAPES = {
         True,
         PrefixShape(2, 0, 1, 5),
     ),
-    "recurrent": PrefillShape((StageRows("all", False),), (tuple(range(LAYERS)),), False, PrefixShape(LAYERS, 4, None, 1)),
+    "recurrent": PrefillShape(
+        (StageRows("all", False),), (tuple(range(LAYERS)),), False, PrefixShape(LAYERS, 4, None, 1)
+    ),
 }
 LAYER = 1 << 40
 

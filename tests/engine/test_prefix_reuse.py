@@ -40,9 +40,7 @@ def hits(engine: up.Engine) -> int:
     return engine.stats().prefix_hit_tokens
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_reuse_changes_nothing(family):
     """Shared beginnings around page and chunk boundaries, dropping and dense requests one after the other."""
     llm, page = tiny(family), CONFIG.page_size

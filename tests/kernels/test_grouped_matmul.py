@@ -118,8 +118,8 @@ def test_gated_gpu_kernel_interpreted(capfd):
 @pytest.mark.parametrize(
     ("rows", "padding", "columns", "tiling"),
     [
-        (5, 6, 128, gpu_few_rows.Tiling(width=64, stages=2, programs=3)),  # stretches of two thirds of a tile
-        (16, 0, 192, gpu_few_rows.Tiling(width=64, stages=3, programs=99)),  # more programs than cells
+        (5, 6, 128, gpu_few_rows.Tiling(width=64, parts=1, stages=2)),
+        (16, 0, 192, gpu_few_rows.Tiling(width=64, parts=3, stages=3)),
         (0, 3, 128, None),
     ],
 )
@@ -135,16 +135,19 @@ def test_few_rows_interpreted(rows, padding, columns, tiling, capfd):
         check(product, [rows], options, first_group=2, activation=silu)
 
 
-@given(tiles=st.integers(1, 40), steps=st.integers(1, 40), programs=st.integers(1, 300))
-def test_items_cover_the_line(tiles, steps, programs):
-    """Every program's stretch, tile by tile, is among the items of that tile, once, and nothing else is."""
-    programs = min(programs, tiles * steps)
-    items, there = gpu_few_rows.items_of_tiles(tiles, steps, programs)
-    begin = [program * tiles * steps // programs for program in range(programs + 1)]
-    for tile in range(tiles):
-        cells = range(tile * steps, (tile + 1) * steps)
-        owners = sorted({p for p in range(programs) if max(begin[p], cells[0]) < min(begin[p + 1], cells[-1] + 1)})
-        assert items[tile][there[tile]].tolist() == [owner + tile for owner in owners]
+def test_few_rows_are_cut_into_one_wave():
+    for rows, inner, columns in (
+        (16, 4096, 4096),
+        (128, 14336, 4096),
+        (8, 4096, 1024),
+        (64, 4096, 28672),
+        (8, 576, 192),
+    ):
+        width, parts, stages = gpu_few_rows.default_tiling(rows, inner, columns)
+        programs = columns // width * parts
+        assert columns % width == 0 and inner // gpu_few_rows.STEP % parts == 0 and stages >= 3
+        assert programs <= gpu_few_rows.PROGRAMS
+        assert programs > gpu_few_rows.PROGRAMS / 2 or parts == inner // gpu_few_rows.STEP
 
 
 @pytest.mark.parametrize("name", gpu.ACTIVATIONS)
