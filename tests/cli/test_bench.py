@@ -43,6 +43,7 @@ def test_ttft(tmp_path, capsys):
         ("--model smollm2-135m --compare-python python3", "name an --arch"),
         ("throughput --arch llama-tiny --goodput tpt:3", "--goodput names 'tpt'"),
         ("throughput --arch llama-tiny --interference 3:4", "use RUNNING:SHORT:LONG"),
+        ("throughput --arch llama-tiny --decoding 3", "use RUNNING:LENGTH"),
         ("throughput --arch llama-tiny --request-rate 0", "--request-rate 0.0"),
     ],
 )
@@ -56,15 +57,17 @@ def test_throughput(tmp_path):
     path = tmp_path / "throughput.json"
     words = (
         "bench throughput --arch llama-tiny --lengths 300 --batches 3 --output-len 3 --top-p 0.5 --prefill-chunk 256 "
-        "--max-running 3 --pool-gib 0.01 --interference 2:64:400 --goodput ttft:1e9,tpot:0 --dtype float32 --json"
+        "--max-running 3 --pool-gib 0.01 --interference 2:64:400 --decoding 3:40 --goodput ttft:1e9,tpot:0 "
+        "--dtype float32 --json"
     )
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), str(path)])
-    dense, dropping, disturbed, _ = json.loads(path.read_text())["rows"]
+    dense, dropping, disturbed, _, decoding, _ = json.loads(path.read_text())["rows"]
     assert [dense["method"], dropping["method"]] == ["dense", "top_p=0.5"]
     assert dense["kept_fraction"] == 1.0 > dropping["kept_fraction"]
     # 16 layers, 3 requests, pages of 64 tokens.
     assert dense["pages"] == 16 * 3 * 5 > dropping["pages"]
+    assert dense["prompt_pages"] == 16 * 5 > dropping["prompt_pages"]
     assert dense["gain"] == 1.0 and dropping["gain"] == pytest.approx(
         dropping["tokens_per_s"] / dense["tokens_per_s"], rel=1e-3
     )
@@ -75,6 +78,9 @@ def test_throughput(tmp_path):
         assert 0 < row["host_share"] <= 1.5
     assert disturbed["p99_itl_busy_ms"] >= disturbed["median_itl_busy_ms"] > 0
     assert disturbed["tokens_meanwhile"] >= 2 and disturbed["long_ttft_ms"] > 0
+    assert disturbed["whole_prefill_ms"] > 0
+    assert decoding["method"] == "dense, decoding" and 0 < decoding["host_ms_per_step"]
+    assert decoding["tokens_per_s"] == pytest.approx(3e3 / decoding["step_ms"], rel=1e-2)
 
 
 def test_guard_names_what_is_over_its_limit():

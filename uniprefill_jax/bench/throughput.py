@@ -8,8 +8,8 @@ token: when the host has read it, counted from the request's arrival, queueing i
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,10 @@ from uniprefill_jax.engine.engine import Engine
 MILLISECONDS = 1e3
 WARM_TOKENS = 16  # of every running request, before its times count
 IDLE_TOKENS = 128  # of every running request, before the long prompt arrives
+DECODED_TOKENS = (
+    WARM_TOKENS + IDLE_TOKENS + 64
+)  # room that `decoding` needs behind a prompt, some of it while others join
+KEEPS_ALL = 0.9999999  # as top_p: drops next to nothing, and runs what a setting that drops runs
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class _Arrival:
     outputs: int
     token_times: list[float] = field(default_factory=list)
     kept_fraction: float = 1.0
+    prompt_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ class Outcome:
         return self.metrics(goodput) | {
             "tokens_per_s": round(self.prefill_tokens_per_second, 1),
             "kept_fraction": round(float(np.mean([request.kept_fraction for request in self.requests])), 4),
+            "prompt_pages": round(float(np.mean([request.prompt_pages for request in self.requests])), 1),
             "pages": self.most_pages,
             "steps": self.steps,
             "host_share": round(self.host_seconds / self.seconds, 4),
@@ -165,7 +171,8 @@ def run_load(engine: Engine, load: Load, config: UniPrefillConfig) -> Outcome:
             if event.kind == "token":
                 running[event.request_id].token_times.append(now)
             elif event.kind == "finished":
-                running.pop(event.request_id).kept_fraction = event.kept_fraction
+                arrival = running.pop(event.request_id)
+                arrival.kept_fraction, arrival.prompt_pages = event.kept_fraction, event.prompt_pages
     seconds = time.perf_counter() - start
     # Waiting for the device takes no time of this thread.
     host_seconds = time.thread_time() - host
@@ -176,39 +183,66 @@ def run_load(engine: Engine, load: Load, config: UniPrefillConfig) -> Outcome:
     return Outcome(requests, seconds, most_pages, steps, host_seconds, preemptions, reused / prompt_tokens)
 
 
+def rehearse(engine: Engine, config: UniPrefillConfig) -> None:
+    """Compile the stages of a setting for chunks of every size, none of which then has to be compiled under load."""
+    kept = config if config.is_dense else replace(config, top_p=KEEPS_ALL)
+    for rows in engine.executor.chunk_sizes:
+        run_load(engine, Load(1, min(rows, engine.config.prefill_chunk), output_len=2), kept)
+
+
+def decoding(engine: Engine, running: int, length: int, config: UniPrefillConfig, seed: int = 0) -> dict[str, float]:
+    """What a decode step takes while so many requests with prompts of `length` generate, and the host's part in it.
+
+    Host time is processor time of the thread that steps: the engine's own work and the launching of all kernels.
+    """
+    random = np.random.default_rng(seed)
+    short = [_submit(engine, random, length, engine.most_tokens(length), config) for _ in range(running)]
+    while engine.stats().running < running:
+        engine.step()
+    for _ in range(WARM_TOKENS):
+        engine.step()
+    start, host, times = time.perf_counter(), time.thread_time(), []
+    for _ in range(IDLE_TOKENS):
+        engine.step()
+        times.append(time.perf_counter())
+    host_ms = (time.thread_time() - host) / IDLE_TOKENS * MILLISECONDS
+    _cancel(engine, short)
+    step_ms = float(np.median(np.diff([start, *times]))) * MILLISECONDS
+    return {
+        "step_ms": round(step_ms, 3),
+        "host_ms_per_step": round(host_ms, 3),
+        "host_share": round(host_ms / step_ms, 4),
+        "tokens_per_s": round(running / step_ms * MILLISECONDS, 1),
+    }
+
+
 def interference(
     engine: Engine, running: int, short_len: int, long_len: int, config: UniPrefillConfig, seed: int = 0
 ) -> dict[str, float]:
     """How a long prompt's prefill disturbs requests that are generating.
 
     `running` requests generate; once they have gone on undisturbed for a while, a prompt of `long_len` tokens arrives.
-    Times between tokens in milliseconds, before its arrival (idle) and from then to its first token (busy).
+    Times between tokens in milliseconds, before its arrival (idle) and from then to its first token (busy); beside
+    them what the same prefill takes alone, which is how long all would stand still if it ran as a whole.
     """
     random = np.random.default_rng(seed)
-    vocab_size = engine.llm.config.vocab_size
-
-    def submit(length: int, outputs: int) -> int:
-        prompt = random.integers(0, vocab_size, length).tolist()
-        return engine.submit(prompt, config, SamplingConfig(max_tokens=outputs, ignore_eos=True))
 
     def gaps(times: dict[int, list[float]]) -> np.ndarray:
         return np.concatenate([np.diff(own) for own in times.values()]) * MILLISECONDS
 
-    most = engine.max_length - short_len
-    short = {submit(short_len, most) for _ in range(running)}
+    alone = run_load(engine, Load(1, long_len, seed=seed), config)
+    most = engine.most_tokens(short_len)
+    short = {_submit(engine, random, short_len, most, config) for _ in range(running)}
     idle: dict[int, list[float]] = {request: [] for request in short}
     while min(map(len, idle.values())) < IDLE_TOKENS:
         _stamp(engine, idle)
-    long = submit(long_len, 1)
+    long = _submit(engine, random, long_len, 1, config)
     start = time.perf_counter()
     busy: dict[int, list[float]] = {request: [idle[request][-1]] for request in short} | {long: []}
     while not busy[long]:
         _stamp(engine, busy)
     first = busy.pop(long)[0]
-    for request in short:
-        engine.cancel(request)
-    while engine.has_work:
-        engine.step()
+    _cancel(engine, short)
     quiet = gaps({request: times[WARM_TOKENS:] for request, times in idle.items()})
     disturbed = gaps(busy)
     return {
@@ -217,9 +251,23 @@ def interference(
         "median_itl_busy_ms": round(float(np.median(disturbed)), 3),
         "p99_itl_busy_ms": round(float(np.percentile(disturbed, 99)), 3),
         "max_itl_busy_ms": round(float(disturbed.max()), 3),
+        "whole_prefill_ms": round((alone.requests[0].token_times[0] - alone.requests[0].at) * MILLISECONDS, 3),
         "long_ttft_ms": round((first - start) * MILLISECONDS, 3),
         "tokens_meanwhile": int(disturbed.size),
     }
+
+
+def _submit(engine: Engine, random: np.random.Generator, length: int, outputs: int, config: UniPrefillConfig) -> int:
+    prompt = random.integers(0, engine.llm.config.vocab_size, length).tolist()
+    return engine.submit(prompt, config, SamplingConfig(max_tokens=outputs, ignore_eos=True))
+
+
+def _cancel(engine: Engine, requests: Iterable[int]) -> None:
+    """End them, and whatever else there is."""
+    for request in requests:
+        engine.cancel(request)
+    while engine.has_work:
+        engine.step()
 
 
 def _stamp(engine: Engine, times: dict[int, list[float]]) -> None:

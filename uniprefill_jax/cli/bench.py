@@ -122,6 +122,9 @@ def throughput(
     interference: Annotated[
         str, typer.Option(help="Also RUNNING:SHORT:LONG, such as 16:512:131072: a long prompt among running ones.")
     ] = "",
+    decoding: Annotated[
+        str, typer.Option(help="Also RUNNING:LENGTH, such as 64:4096: a decode step, and the host's part in it.")
+    ] = "",
     dtype: options.DataTypeOption = "auto",
     seed: int = 0,
     json_path: options.JsonOption = None,
@@ -132,6 +135,9 @@ def throughput(
     cells = _cells(lengths, batches)
     limits = _goodput(goodput)
     disturbance = options.numbers("--interference", interference.replace(":", ","), int) if interference else []
+    steps = options.numbers("--decoding", decoding.replace(":", ","), int) if decoding else []
+    if len(steps) not in (0, 2):
+        raise InputError(f"--decoding is {decoding!r}; use RUNNING:LENGTH")
     if len(disturbance) not in (0, 3):
         raise InputError(f"--interference is {interference!r}; use RUNNING:SHORT:LONG")
     if not 0 <= range_ratio < 1 or request_rate <= 0 or burstiness <= 0:
@@ -156,7 +162,13 @@ def throughput(
     tp = tensor_parallel_size or 1
     with devices.open_devices(tensor_parallel_size) as where:
         llm = options.open_model(model, config, data_type, where.mesh)
-        longest = max([math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2, *disturbance[2:]])
+        longest = max(
+            [
+                math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2,
+                *disturbance[2:],
+                *(n + measured.DECODED_TOKENS for n in steps[1:]),
+            ]
+        )
         engine_config = EngineConfig(
             pool_pages=int(pool_gib * 2**30 / bytes_of_page(llm.config, EngineConfig().page_size, llm.dtype)),
             max_running=max_running,
@@ -173,6 +185,8 @@ def throughput(
             if json_path is not None:  # after every row: a run cut short still leaves what it measured
                 write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
 
+        for setting in configs.values():
+            measured.rehearse(engine, setting)
         for length, batch in cells:
             load = measured.Load(
                 batch,
@@ -203,10 +217,15 @@ def throughput(
         if disturbance:
             running, short, long = disturbance
             for method, setting in configs.items():
-                measured.run_load(engine, measured.Load(1, long, 2), setting)
                 row = measured.interference(engine, running, short, long, setting, seed)
                 labels = {"arch": arch or model, "n": long, "batch": running, "tp": tp, "dtype": data_type}
                 add(labels | {"method": f"{method}, interference", "prefill_chunk": prefill_chunk} | row)
+        if steps:
+            running, length = steps
+            for method, setting in configs.items():
+                labels = {"arch": arch or model, "n": length, "batch": running, "tp": tp, "dtype": data_type}
+                row = measured.decoding(engine, running, length, setting, seed)
+                add(labels | {"method": f"{method}, decoding"} | row)
 
 
 @bench.command()

@@ -72,9 +72,7 @@ def serve(
     ] = ENGINE_DEFAULTS.prefix_reuse,
     state_checkpoints: Annotated[
         int,
-        typer.Option(
-            min=0, help="Recurrent states kept for that, for models that have some.", rich_help_panel=ENGINE
-        ),
+        typer.Option(min=0, help="Recurrent states kept for that, for models that have some.", rich_help_panel=ENGINE),
     ] = ENGINE_DEFAULTS.state_checkpoints,
     max_waiting: Annotated[
         int, typer.Option(help="Most waiting sequences; more get 429.", rich_help_panel=LIMITS)

@@ -24,7 +24,7 @@ from uniprefill_jax.engine.requests import (
     RequestState,
     StageRows,
 )
-from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction
+from uniprefill_jax.engine.scheduler import Scheduler, kept_fraction, prompt_pages
 from uniprefill_jax.engine.stages import Stage, part_price, prefill_stages, prefix_shape, segment_layers, stage_parts
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.llm import LLM, GrowingText
@@ -270,6 +270,7 @@ class Engine:
             events.append(event)
             if text.ended:
                 fraction, reused = kept_fraction(request), request.reused.tokens
+                pages = prompt_pages(request, self.config.page_size)
                 self._end(request, text.finish_reason)
                 events.append(
                     Event(
@@ -277,6 +278,7 @@ class Engine:
                         "finished",
                         finish_reason=request.finish_reason,
                         kept_fraction=fraction,
+                        prompt_pages=pages,
                         reused_tokens=reused,
                     )
                 )

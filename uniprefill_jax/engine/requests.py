@@ -162,6 +162,7 @@ class Event:
         text: text that became certain with it, of a "token" event; empty where there is no tokenizer.
         finish_reason: "stop" or "length", of a "finished" event.
         kept_fraction: of a "finished" event, prompt tokens in the attention caches over those of a dense prefill.
+        prompt_pages: of a "finished" event, pages that the prompt took after its prefill, shared ones among them.
         reused_tokens: of a "finished" event, prompt tokens that were found in the prefix cache.
         logprob: log-probability of the token, of a "token" event of a request that asked for it.
         alternatives: the likeliest tokens in its place and their log-probabilities, falling; as many as were asked for.
@@ -173,6 +174,7 @@ class Event:
     text: str = ""
     finish_reason: str = ""
     kept_fraction: float = 1.0
+    prompt_pages: int = 0
     reused_tokens: int = 0
     logprob: float = float("nan")
     alternatives: tuple[tuple[int, float], ...] = ()

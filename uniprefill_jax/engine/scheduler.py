@@ -406,6 +406,11 @@ def kept_fraction(request: Request) -> float:
     return sum(lengths) / (len(lengths) * len(request.prompt)) if lengths else 1.0
 
 
+def prompt_pages(request: Request, page_size: int) -> int:
+    """Pages of a prompt's tokens in a request's attention caches."""
+    return sum(pages_of(length, page_size) for length in _layer_lengths(request))
+
+
 def _layer_lengths(request: Request) -> list[int]:
     pairs: Iterable[tuple[tuple[int, ...], int]] = zip(request.shape.segments, request.segment_lengths, strict=False)
     return [length for layers, length in pairs for _ in layers]

@@ -137,7 +137,9 @@ async def _stream(scope: Scope, send: Send, answer: Answer, generation: Generati
         if chunk is not None:
             await _send_event(send, chunk)
     if prepared.request.includes_usage:
-        await _send_event(send, answer.usage_chunk(usage(prepared.prompt_tokens, generation.choices, prepared.request.n or 1)))
+        await _send_event(
+            send, answer.usage_chunk(usage(prepared.prompt_tokens, generation.choices, prepared.request.n or 1))
+        )
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
 
