@@ -5,13 +5,13 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.causal_attention.gpu_flash import (
     ROWS,
-    KeyRows,
     Tiling,
     default_tiling,
     flash_attention,
     tile_table,
     unsupported,
 )
+from pallas_kernels.causal_attention.key_rows import KeyRows
 
 
 def causal_attention_mosaic_gpu(

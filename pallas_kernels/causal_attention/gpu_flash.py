@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.causal_attention.key_rows import KeyRows
 from pallas_kernels.causal_attention.shapes import LN_2, LOG2_E
 
 ROWS = 64  # query rows of one warpgroup's wgmma
@@ -42,20 +43,6 @@ class Tiling(NamedTuple):
     warpgroups: int
     keys: int
     stages: int
-
-
-class KeyRows(NamedTuple):
-    """Where groups of 64 query rows stand among the keys.
-
-    Attributes:
-        first: row of the keys that the group's first row is; its other rows follow.
-        count: keys of its sequence; rows of the group from there on are padding.
-        sequence: number of its sequence.
-    """
-
-    first: Int32[Array, " groups"]
-    count: Int32[Array, " groups"]
-    sequence: Int32[Array, " groups"]
 
 
 def unsupported(heads: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:

@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.chunk_attention import gpu
+from pallas_kernels.chunk_attention import gpu, tpu
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from pallas_kernels.chunk_attention.rows import ChunkRows
 from pallas_kernels.platform import Backend, Kernels, kernels_of
 
-_BACKENDS = {"reference": chunk_attention_reference, "mosaic_gpu": gpu.chunk_attention_mosaic_gpu}
+_BACKENDS = {
+    "reference": chunk_attention_reference,
+    "mosaic_gpu": gpu.chunk_attention_mosaic_gpu,
+    "mosaic_tpu": tpu.chunk_attention_mosaic_tpu,
+}
 
 
 def choose_backend(
@@ -23,12 +27,14 @@ def choose_backend(
 ) -> Kernels:
     """Name the backend that `backend="auto"` takes for these shapes on `platform` (default: what jax runs on).
 
-    The kernel on Hopper GPUs where it takes the shape, else the reference, which is tiled: it never holds all scores.
+    The kernel wherever the machine has one that takes the shape, else the reference, which is tiled: it never holds all
+    scores.
     """
     backend = kernels_of(platform)
-    if backend != "mosaic_gpu":
-        return "reference"
-    return "reference" if gpu.unsupported(heads, kv_heads, head_dim, page, jnp.dtype(dtype)) else backend
+    if backend == "reference":
+        return backend
+    unsupported = gpu.unsupported if backend == "mosaic_gpu" else tpu.unsupported
+    return backend if unsupported(heads, kv_heads, head_dim, page, jnp.dtype(dtype)) is None else "reference"
 
 
 def chunk_attention(

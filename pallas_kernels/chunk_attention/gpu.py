@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.causal_attention import gpu_flash
-from pallas_kernels.causal_attention.gpu_flash import PIECE, ROWS, KeyRows, Tiling, flash_attention, tile_table
+from pallas_kernels.causal_attention.gpu_flash import PIECE, ROWS, Tiling, flash_attention, tile_table
+from pallas_kernels.causal_attention.key_rows import KeyRows
 from pallas_kernels.chunk_attention.rows import ALIGNMENT, ChunkRows
 
 

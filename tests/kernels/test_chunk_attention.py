@@ -13,7 +13,7 @@ from pallas_kernels.chunk_attention import ChunkRows, choose_backend, chunk_atte
 from pallas_kernels.chunk_attention.gpu import chunk_attention_mosaic_gpu
 from pallas_kernels.chunk_attention.rows import ALIGNMENT
 from pallas_kernels.platform import kernels_of
-from tests.kernels.interpreters import interpreted
+from tests.kernels.interpreters import KERNELS, interpreted
 
 needs_hopper = pytest.mark.skipif(kernels_of() != "mosaic_gpu", reason="needs a GPU of compute capability 9.0")
 
@@ -96,13 +96,19 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("requests", "heads", "page", "tiling", "ranges", "scale"), INTERPRETED)
-def test_kernel_interpreted(requests, heads, page, tiling, ranges, scale, capfd):
+def test_kernels_interpreted(backend, requests, heads, page, tiling, ranges, scale, capfd):
     shape = dict(zip(("heads", "kv_heads", "head_dim"), heads, strict=True), page=page, dtype=jnp.bfloat16)
     arguments = paged_chunk(np.random.default_rng(1), requests, **shape, **ranges)
-    with interpreted("mosaic_gpu", capfd):
-        run = jax.jit(lambda *a: chunk_attention_mosaic_gpu(*a, scale=scale, tiling=tiling, interpretable=True))
-        found = jax.block_until_ready(run(*arguments))
+
+    def run(*arguments):
+        if backend == "mosaic_gpu":
+            return chunk_attention_mosaic_gpu(*arguments, scale=scale, tiling=tiling, interpretable=True)
+        return chunk_attention(*arguments, scale=scale, backend=backend)
+
+    with interpreted(backend, capfd):
+        found = jax.block_until_ready(jax.jit(run)(*arguments))
     agrees_with_float64(found, arguments, scale, 4e-3, 40)
 
 
@@ -128,7 +134,9 @@ def test_on_gpu(heads, page, requests, ranges):
 
 
 def test_automatic_choice():
-    assert choose_backend(platform="cpu") == choose_backend(platform="tpu") == "reference"
+    assert choose_backend(platform="cpu") == "reference"
+    assert choose_backend(platform="tpu") == "mosaic_tpu"
+    assert choose_backend(platform="tpu", page=8) == "reference"
 
 
 def test_shapes_that_do_not_fit():
@@ -139,6 +147,6 @@ def test_shapes_that_do_not_fit():
         arguments = [array if number == place else right for number, right in enumerate(fits)]
         with pytest.raises(ValueError, match="chunk_attention"):
             chunk_attention(*arguments, ChunkRows(one, one, one), scale=1.0)
-    for backend, names in (("mosaic_gpu", "dtype is float32"), ("mosaic_tpu", "use 'auto'")):
+    for backend, names in (("mosaic_gpu", "dtype is float32"), ("triton", "use 'auto'")):
         with pytest.raises(ValueError, match=names):
             chunk_attention(*fits, ChunkRows(one, one, one), scale=1.0, backend=backend)
