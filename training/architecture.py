@@ -51,6 +51,7 @@ CONFIG: dict[str, Any] = {
 }
 _BRANCH_OUTPUTS = ("o_proj", "out_proj", "down_proj")
 _BRANCH_SCALE = 0.1
+_HEAD_NORM = 0.4  # as declared, one more than this multiplies each of query and key
 _TIME_STEPS = (1e-3, 1e-1)
 _DECAY_RATES = (1.0, 16.0)
 
@@ -61,10 +62,11 @@ def make_model(config: dict[str, Any]) -> CausalLM:
 
 
 def initial_parameters(config: dict[str, Any], seed: int) -> dict[str, jax.Array]:
-    """Float32 parameters by path, as declared but for two things.
+    """Float32 parameters by path, as declared but for three things.
 
-    What the branches add begins small beside the embeddings, which are to be copied; and the recurrent layers forget
-    over tens to a thousand tokens (time steps and rates as of Yang et al., arXiv 2412.06464), not at once.
+    What the branches add begins small beside the embeddings, which are to be copied. Attention can single out one of
+    thousands of tokens from the start. The recurrent layers forget over tens to a thousand tokens (time steps and rates
+    as of Yang et al., arXiv 2412.06464), not at once.
     """
     declared = CausalLM(read_model_config(config), jnp.dtype(jnp.float32))
     parameters = initialise(declared, seed)
@@ -73,6 +75,8 @@ def initial_parameters(config: dict[str, Any], seed: int) -> dict[str, jax.Array
         name = path.rsplit(".", 1)[-1]
         if name in _BRANCH_OUTPUTS:
             parameters[path] = value * _BRANCH_SCALE
+        elif path.endswith(("q_norm.weight", "k_norm.weight")):
+            parameters[path] = value + _HEAD_NORM
         elif name == "dt_bias":
             low, high = (math.log(step) for step in _TIME_STEPS)
             step = jnp.exp(jax.random.uniform(keys[0], value.shape, jnp.float32, low, high))

@@ -133,7 +133,8 @@ def make_prompt(pieces: Pieces, task: str, length: int, random: np.random.Genera
     if task in ("listing", "hops"):
         writer.add_variables(limit, chains=2)
     else:
-        count = {"single": 1, "multikey": None}.get(task, 4)
+        many = int(np.exp(random.uniform(np.log(4), np.log(limit / 24))))  # up to a document of nothing else
+        count = {"single": 1, "multikey": many}.get(task, 4)
         writer.add_needles(limit, count=count, repeated=task in ("multivalue", "ordinal"))
     question = writer.ask(task)
     return writer.document(length - len(question.prompt), question.prompt), question.answer
@@ -156,7 +157,7 @@ class _Writer:
         """Numbers (or identifiers) under keys, up to `limit` tokens of them; some keys have several."""
         random, pieces = self._random, self._pieces
         self._thing = "uuid" if not self._plain and random.random() < 0.08 else "number"
-        most = count or int(np.exp(random.uniform(np.log(2), np.log(max(3, limit / 12)))))
+        most = count or int(np.exp(random.uniform(0.0, np.log(max(3, limit / 12)))))
         several = 1.0 if repeated else 0.0 if self._plain else random.choice((0.0, 0.5), p=(0.6, 0.4))
         keys = [pieces.keys[at] for at in random.choice(len(pieces.keys), size=most, replace=False)]
         if self._thing == "uuid" and random.random() < 0.5:

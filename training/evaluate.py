@@ -1,7 +1,7 @@
 """Evaluate a trained model: dense, and with blocks dropped by rule, at random, by age.
 
     python -m training.evaluate FOLDER --json FILE
-    python -m training.evaluate FOLDER --lengths 4096 --drop-layers 1,3,5 --top-p 0.99 --tasks single,hops --json FILE
+    python -m training.evaluate FOLDER --lengths 4096 --drop-layers 1,3,5 --top-p 0.99,0.9 --tasks single --json FILE
 
 Without --lengths the settings of `EVALUATIONS` are run one after another. Rows are written as they come.
 """
@@ -26,13 +26,12 @@ from uniprefill_jax.models.causal_lm import CausalLM, ignored_tensors
 from uniprefill_jax.models.parameters import parameter_specs
 from uniprefill_jax.result_file import write_result
 
-Evaluations = Sequence[tuple[UniPrefillConfig, tuple[int, ...]]]
-# The most telling first: the clock may not leave time for all.
+Evaluations = Sequence[tuple[UniPrefillConfig, tuple[float, ...], tuple[int, ...]]]
+# Rules, their top_p and prompt lengths, the most telling first: the clock may not leave time for all.
 EVALUATIONS: Evaluations = (
-    (UniPrefillConfig(drop_layers=(1, 3, 5)), (4096, 1024)),
-    (UniPrefillConfig(drop_layers=(1,), top_p=0.9), (4096,)),
-    (UniPrefillConfig(), (4096,)),
-    (UniPrefillConfig(drop_layers=(1, 3, 5)), (8192, 2048)),
+    (UniPrefillConfig(drop_layers=(1,)), (0.9, 0.7), (4096,)),
+    (UniPrefillConfig(), (0.99, 0.9), (4096,)),
+    (UniPrefillConfig(drop_layers=(1, 3, 5)), (0.9,), (4096, 1024, 8192, 2048)),
 )
 
 
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=_integers, help="prompt lengths, multiples of 64")
     parser.add_argument("--tasks", type=lambda text: tuple(text.split(",")), default=TASKS)
     parser.add_argument("--drop-layers", type=_integers, help="default: those of 'auto'")
-    parser.add_argument("--top-p", type=float, default=0.99)
+    parser.add_argument("--top-p", type=_numbers, default=(0.99,), help="one or more")
     parser.add_argument("--score", choices=("mean", "peak"), default="mean")
     parser.add_argument("--score-memory", type=float, default=0.0)
     parser.add_argument("--top-p-over", choices=("all", "candidates"), default="all")
@@ -63,12 +62,11 @@ def main() -> None:
     if arguments.lengths:
         config = UniPrefillConfig(
             drop_layers=arguments.drop_layers or "auto",
-            top_p=arguments.top_p,
             score=arguments.score,
             score_memory=arguments.score_memory,
             top_p_over=arguments.top_p_over,
         )
-        evaluations = ((config, arguments.lengths),)
+        evaluations = ((config, arguments.top_p, arguments.lengths),)
     evaluate_until(
         time.monotonic() + 60 * arguments.minutes,
         arguments.json,
@@ -98,8 +96,8 @@ def evaluate_until(
     `command` is what the result file says that it was made by.
     """
     rows: list[dict[str, Any]] = []
-    for config, lengths in evaluations:
-        for row in evaluate(model, parameters, pieces, config, lengths, tasks, samples):
+    for config, top_ps, lengths in evaluations:
+        for row in evaluate(model, parameters, pieces, config, top_ps, lengths, tasks, samples):
             rows.append(row)
             accuracies = " ".join(f"{choice} {row[choice]:.2f}" for choice in CHOICES)
             setting = f"drop {row['drop_layers']} p {row['top_p']}"
@@ -108,6 +106,10 @@ def evaluate_until(
             if time.monotonic() > deadline:
                 print("time is up; what is left was not evaluated", flush=True)
                 return
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ The other choices keep as many tokens after each drop as the rule did on the sam
 An answer counts if every one of its tokens is the likeliest, given those before it: what greedy decoding would write.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -60,7 +61,7 @@ def make_probes(pieces: Pieces, task: str, length: int, samples: int, seed: int)
 
 
 class Evaluator:
-    """Compiled evaluation of one rule: one program serves all choices of blocks and all tasks of a length."""
+    """Compiled evaluation of one rule: one program serves all choices of blocks, every top_p and task of a length."""
 
     def __init__(self, model: CausalLM, config: UniPrefillConfig, batch: int = 32):
         """`batch` prompts run at a time."""
@@ -73,25 +74,31 @@ class Evaluator:
         """The layers at which tokens are dropped."""
         return self._drop_layers
 
-    def accuracy(self, parameters: Parameters, probes: Probes, seed: int = 0) -> dict[str, Any]:
+    def accuracy(self, parameters: Parameters, probes: Probes, top_p: float, seed: int = 0) -> dict[str, Any]:
         """Share of right answers for every choice of blocks, and the mean share of the prompt kept after each drop."""
         prompt_length = probes.tokens.shape[1] - ANSWER_ROOM
         outcomes: dict[str, list[np.ndarray]] = {choice: [] for choice in CHOICES}
         kept = []
         for number, part in enumerate(self._parts(probes)):
-            rule = jax.device_get(self.answers(parameters, part, "rule"))
+            rule = jax.device_get(self.answers(parameters, part, "rule", top_p=top_p))
             kept.append(rule.kept)
             outcomes["rule"].append(rule.right)
             for choice in CHOICES:
                 if choice != "rule":
-                    answers = self.answers(parameters, part, choice, rule.kept, seed + number)
+                    answers = self.answers(parameters, part, choice, rule.kept, seed=seed + number)
                     outcomes[choice].append(np.asarray(answers.right))
         accuracies = {choice: float(np.concatenate(parts).mean()) for choice, parts in outcomes.items()}
         kept_share = np.concatenate(kept, axis=1).mean(axis=1) / prompt_length
         return {**accuracies, "kept": [round(float(share), 4) for share in kept_share]}
 
     def answers(
-        self, parameters: Parameters, probes: Probes, choice: Choice, kept: np.ndarray | None = None, seed: int = 0
+        self,
+        parameters: Parameters,
+        probes: Probes,
+        choice: Choice,
+        kept: np.ndarray | None = None,
+        top_p: float = 1.0,
+        seed: int = 0,
     ) -> Answers:
         """One batch under one choice of blocks; "random" and "recent" keep as many tokens as `kept` [drops, B] says."""
         batch, length = probes.tokens.shape
@@ -104,7 +111,9 @@ class Evaluator:
         if kept is None and choice in ("random", "recent"):
             raise ValueError(f"the choice {choice!r} needs to know how many tokens to keep; pass those of the rule")
         budget = np.full(shape, prompt_length, np.int32) if choice in ("dense", "rule") else kept
-        return self._run(parameters, probes, choice == "rule", jnp.asarray(ranking), jnp.asarray(budget))
+        return self._run(
+            parameters, probes, choice == "rule", jnp.float32(top_p), jnp.asarray(ranking), jnp.asarray(budget)
+        )
 
     def _parts(self, probes: Probes) -> Iterator[Probes]:
         samples = probes.tokens.shape[0]
@@ -119,25 +128,27 @@ def evaluate(
     parameters: Parameters,
     pieces: Pieces,
     config: UniPrefillConfig,
+    top_ps: Sequence[float],
     lengths: Sequence[int],
     tasks: Sequence[str],
     samples: int,
     seed: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """One row of a result file per length and task, as soon as it is known."""
+    """One row of a result file per length, top_p and task, as soon as it is known; `config.top_p` is not used."""
     evaluator = Evaluator(model, config, batch=min(32, samples))
-    for length in lengths:
-        for task in tasks:
-            probes = make_probes(pieces, task, length, samples, seed)
-            yield {
-                "task": task,
-                "length": length,
-                "samples": samples,
-                "drop_layers": list(evaluator.drop_layers),
-                "top_p": config.top_p,
-                "score": config.score,
-                **evaluator.accuracy(parameters, probes),
-            }
+    for length, top_p, task in itertools.product(lengths, top_ps, tasks):
+        probes = make_probes(pieces, task, length, samples, seed)
+        yield {
+            "task": task,
+            "length": length,
+            "samples": samples,
+            "drop_layers": list(evaluator.drop_layers),
+            "top_p": top_p,
+            "score": config.score,
+            "score_memory": config.score_memory,
+            "top_p_over": config.top_p_over,
+            **evaluator.accuracy(parameters, probes, top_p),
+        }
 
 
 def _answers(
@@ -147,6 +158,7 @@ def _answers(
     parameters: Parameters,
     probes: Probes,
     by_rule: Bool[Array, ""],
+    top_p: Float[Array, ""],
     ranking: Float[Array, "drops B blocks"],
     budget: Int32[Array, "drops B"],
 ) -> Answers:
@@ -167,7 +179,7 @@ def _answers(
         x = mixed.x
         if number in drop_layers:
             drop = drop_layers.index(number)
-            choose = partial(_choose_rows, config, model.config.attention_scale, drop > 0, by_rule)
+            choose = partial(_choose_rows, config, model.config.attention_scale, drop > 0, by_rule, top_p)
             inputs = (*_per_sequence(mixed, batch), count, scores, ranking[drop], budget[drop])
             order, count, scores = jax.lax.map(lambda one, choose=choose: choose(*one), inputs)
             x, positions, scores = (
@@ -191,6 +203,7 @@ def _choose_rows(
     scale: float,
     has_memory: bool,
     by_rule: Bool[Array, ""],
+    top_p: Float[Array, ""],
     queries: Float[Array, "L H d"],
     keys: Float[Array, "L KV d"],
     count: Int32[Array, ""],
@@ -205,7 +218,7 @@ def _choose_rows(
     drop = choose_tokens(
         DropInputs(window, keys, cu_seqlens, scores),
         config,
-        top_p=jnp.float32(config.top_p),
+        top_p=top_p,
         memory=jnp.float32(config.score_memory * has_memory),
         scale=scale,
         num_blocks=num_blocks,
@@ -235,4 +248,5 @@ def _choose_rows(
 def _per_sequence(mixed: Mixed, batch: int) -> tuple[Array, Array]:
     if mixed.queries is None or mixed.keys is None:
         raise ValueError("only layers of full attention can drop tokens; check the drop layers")
-    return tuple(array.reshape(batch, -1, *array.shape[1:]) for array in (mixed.queries, mixed.keys))
+    queries, keys = (array.reshape(batch, -1, *array.shape[1:]) for array in (mixed.queries, mixed.keys))
+    return queries, keys

@@ -65,7 +65,7 @@ def hidden_states(model: CausalLM, tokens: Int32[Array, "B L"]) -> tuple[Float[A
         x, added = transform(module, mix(module, x, rows).x)
         return x, balance + added
 
-    carry = (model.embed(tokens.reshape(-1)), jnp.zeros((), jnp.float32))
+    carry = (_embed(model, tokens.reshape(-1)), jnp.zeros((), jnp.float32))
     x, balance = loop_layers(group_layers(kinds), 0, layer, carry)
     return x, balance / len(kinds)
 
@@ -93,6 +93,12 @@ def transform(module: DecoderLayer, x: Float[Array, "T D"]) -> tuple[Float[Array
     if isinstance(feed_forward, MixtureOfExperts):
         return module.transform_with(x, partial(_all_experts, feed_forward))
     return module.transform_with(x, lambda normed: (feed_forward(normed), jnp.zeros((), jnp.float32)))
+
+
+def _embed(model: CausalLM, tokens: Int32[Array, " T"]) -> Float[Array, "T D"]:
+    """Token embeddings as a product, whose gradient is one too: a gather's adds up colliding rows in bfloat16."""
+    table = model.embed(jnp.arange(model.config.vocab_size, dtype=jnp.int32))
+    return jnp.dot(jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype), table)
 
 
 def _attend(

@@ -104,7 +104,7 @@ def train_steps(
         gradients, metrics = gradient(state.parameters, batch)
         updates, optimiser_state = optimiser.update(gradients, state.optimiser, state.parameters)
         parameters = jax.tree.map(lambda value, update: value - rate * update, state.parameters, updates)
-        metrics = metrics._replace(gradient_norm=optax.global_norm(gradients))
+        metrics = metrics._replace(gradient_norm=optax.tree.norm(gradients))
         return TrainingState(parameters, optimiser_state), metrics
 
     return jax.lax.scan(step, state, (batches, rates))

@@ -3,8 +3,9 @@
     python -m training.train --output OUT --minutes 7 --evaluate-minutes 1.5
 
 The clock decides: lengths, learning rate and the end follow the share of the time that is gone once the first program
-is compiled, so that any machine and any number of minutes get a whole curriculum. The folder is written again every half minute, so that a run that is
-cut off leaves the last of its weights; `log.json` holds the learning curve and `evaluation.json` the accuracies.
+is compiled, so that any machine and any number of minutes get a whole curriculum. The folder is written again every
+half minute, so that a run that is cut off leaves the last of its weights; `log.json` holds the learning curve and
+`evaluation.json` the accuracies.
 """
 
 import argparse
@@ -186,10 +187,11 @@ class Programs:
 
     def _compile(self, stage: Stage) -> tuple[Any, float]:
         began = time.monotonic()
-        tokens = jax.ShapeDtypeStruct((STEPS_AT_ONCE, stage.batch, stage.length), jnp.int32)
-        tasks = jax.ShapeDtypeStruct((STEPS_AT_ONCE, stage.batch, MOST_QUESTIONS), jnp.int32)
+        documents = (STEPS_AT_ONCE, stage.batch)
+        shapes = (*documents, stage.length), (*documents, stage.length), (*documents, MOST_QUESTIONS)
+        batches = jax.eval_shape(lambda: Batch(*(jnp.zeros(shape, jnp.int32) for shape in shapes)))
         rates = jax.ShapeDtypeStruct((STEPS_AT_ONCE,), jnp.float32)
-        program = self._jitted.lower(self._state, Batch(tokens, tokens, tasks), rates).compile()
+        program = self._jitted.lower(self._state, batches, rates).compile()
         return program, time.monotonic() - began
 
 
