@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from checkpoints_convert import open_checkpoint
-from training.learning import LANGUAGE_WEIGHT
+from training.learning import LANGUAGE_WEIGHT, QUESTION_WEIGHT
 from training.schedule import PEAK_RATE
 
 
@@ -51,6 +51,7 @@ def card(folder: Path) -> str:
         tokens=f"{log['rows'][-1]['tokens'] / 1e6:.0f} million",
         peak_rate=PEAK_RATE,
         language_weight=LANGUAGE_WEIGHT,
+        question_weight=QUESTION_WEIGHT,
         samples=evaluation["rows"][0]["samples"],
         rows=evaluation["rows"],
     )

@@ -16,6 +16,7 @@ from training.vocabulary import END_OF_TEXT, bundled_prose
 
 TASKS = ("single", "multikey", "multivalue", "multiquery", "ordinal", "listing", "hops")
 MOST_QUESTIONS = 64
+ASKING = -2
 _POOL = 6000  # keys, names and sentences that documents draw from
 Tokens = Int[np.ndarray, " tokens"]
 
@@ -34,7 +35,8 @@ class Document:
 
     Attributes:
         tokens: facts in filler, then questions, each with its answer.
-        question: for every token the number of the question whose answer it is part of; -1 elsewhere.
+        question: for every token the number of the question whose answer it is part of; `ASKING` in the wording of a
+            question; -1 elsewhere.
         tasks: task of every question.
     """
 
@@ -119,6 +121,7 @@ def make_document(pieces: Pieces, length: int, random: np.random.Generator) -> D
     tail = [part for question in questions for part in (question.prompt, question.answer)]
     tokens = writer.document(length - sum(map(len, tail)), np.concatenate(tail))
     number = np.full(length, -1, np.int32)
+    number[length - sum(map(len, tail)) :] = ASKING
     end = length
     for at in reversed(range(len(questions))):
         number[end - len(questions[at].answer) : end] = at

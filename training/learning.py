@@ -9,12 +9,15 @@ import optax
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int32
 
-from training.documents import TASKS
+from training.documents import ASKING, TASKS
 from training.forward import hidden_states
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.parameters import parameter_specs, with_parameters
 
 LANGUAGE_WEIGHT = 0.3  # of the next-token loss over all tokens, beside the loss over answers
+# Of the next-token loss over questions: what they ask for is spelled as in the text, and finding it there by its first
+# token is the same skill as answering, exercised on more tokens and by the rows that score a prompt.
+QUESTION_WEIGHT = 0.3
 BALANCE_WEIGHT = 0.01
 WEIGHT_DECAY = 0.1
 GRADIENT_NORM = 1.0
@@ -27,7 +30,7 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: the documents.
-        question: number of the question whose answer a token is part of; -1 elsewhere.
+        question: number of the question whose answer a token is part of; `ASKING` in a question; -1 elsewhere.
         tasks: index in `TASKS` of every question's task; -1 where a document has fewer questions.
     """
 
@@ -40,6 +43,7 @@ class Metrics(NamedTuple):
     """Losses, and per task the questions asked and those whose answer had every token right."""
 
     answer_loss: Float[Array, ""]
+    question_loss: Float[Array, ""]
     language_loss: Float[Array, ""]
     balance: Float[Array, ""]
     gradient_norm: Float[Array, ""]
@@ -78,18 +82,19 @@ def in_model_dtype(model: CausalLM, parameters: Parameters) -> CausalLM:
 
 
 def loss(model: CausalLM, parameters: Parameters, batch: Batch) -> tuple[Float[Array, ""], Metrics]:
-    """Cross-entropy of answers plus a share of that of all tokens, in nats, and the experts' balance."""
+    """Cross-entropy of answers, and shares of that of questions, of that of all tokens, and of the experts' balance."""
     with_values = in_model_dtype(model, parameters)
     x, balance = hidden_states(with_values, batch.tokens)
     logits = with_values.logits(x).reshape(*batch.tokens.shape, -1)[:, :-1]
     targets, question = batch.tokens[:, 1:], batch.question[:, 1:]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     answers = question >= 0
-    answer_loss = jnp.where(answers, losses, 0.0).sum() / jnp.maximum(answers.sum(), 1)
-    language_loss = losses.mean()
+    answer_loss, question_loss, language_loss = (
+        losses.mean(where=where) for where in (answers, question == ASKING, jnp.ones_like(answers))
+    )
     asked, right = _count(answers & (logits.argmax(axis=-1) != targets), question, batch.tasks)
-    total = answer_loss + LANGUAGE_WEIGHT * language_loss + BALANCE_WEIGHT * balance
-    return total, Metrics(answer_loss, language_loss, balance, jnp.zeros(()), asked, right)
+    total = answer_loss + QUESTION_WEIGHT * question_loss + LANGUAGE_WEIGHT * language_loss + BALANCE_WEIGHT * balance
+    return total, Metrics(answer_loss, question_loss, language_loss, balance, jnp.zeros(()), asked, right)
 
 
 def train_steps(

@@ -152,6 +152,7 @@ class Trainer:
             "length": stage.length,
             "learning_rate": round(rate, 6),
             "answer_loss": round(float(metrics.answer_loss.mean()), 4),
+            "question_loss": round(float(metrics.question_loss.mean()), 4),
             "language_loss": round(float(metrics.language_loss.mean()), 4),
             "balance": round(float(metrics.balance.mean()), 3),
             "gradient_norm": round(float(metrics.gradient_norm.mean()), 3),
@@ -161,9 +162,9 @@ class Trainer:
         self._log.append(row)
         shares = " ".join(f"{task} {share:.2f}" for task, share in right_share.items())
         print(
-            f"{seconds:5.0f} s step {step:5d} length {stage.length:4d} answer {row['answer_loss']:.3f} language "
-            f"{row['language_loss']:.3f} norm {row['gradient_norm']:.2f} | {row['steps_per_s']:.1f} steps/s "
-            f"{row['tokens_per_s'] / 1e3:.0f}k tokens/s | {shares}",
+            f"{seconds:5.0f} s step {step:5d} length {stage.length:4d} loss answers {row['answer_loss']:.3f} questions "
+            f"{row['question_loss']:.3f} all {row['language_loss']:.3f} norm {row['gradient_norm']:.2f} | "
+            f"{row['steps_per_s']:.1f} steps/s {row['tokens_per_s'] / 1e3:.0f}k tokens/s | {shares}",
             flush=True,
         )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from training.batches import make_stack
-from training.documents import TASKS, make_document, make_prompt
+from training.documents import ASKING, TASKS, make_document, make_prompt
 
 KEY, VALUE = r"([0-9a-z]+(?:-[0-9a-z]+)+)", r"([0-9a-f-]+)"
 FACT = re.compile(rf"special magic (?:number|uuid)s? for {KEY} is: {VALUE}\.|{KEY} is {VALUE}\.")
@@ -54,6 +54,7 @@ def test_answers_follow_from_the_text(length, tokenizer, pieces):
             text = before if previous is None else previous
             previous = text
             assert answer == f" {true_answer(text, question)}.<|endoftext|>", question
+            assert (document.question[start - 3 : start] == ASKING).all()
         assert document.question[-1] == len(document.tasks) - 1
         seen.update(document.tasks)
     assert seen == set(TASKS)
