@@ -17,7 +17,7 @@ BENCH_ARGUMENTS ?=
 VENV := .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 STAMPS := $(VENV)/stamps
-LINTED := uniprefill_jax pallas_kernels checkpoints_convert tests benchmarks
+LINTED := uniprefill_jax pallas_kernels checkpoints_convert tests benchmarks training
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input --no-compile
 FIND_PYTHON := requirements/find-python $(if $(PYTHON),--only $(PYTHON))
 

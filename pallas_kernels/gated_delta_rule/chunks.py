@@ -73,5 +73,10 @@ def chunk_decay(log_decay: Float[Array, "T Hv"], strength: Float[Array, "T Hv"],
     rows = jnp.where(chunks.real(), chunks.row_numbers(), 0)
     gates = jnp.where(real, log_decay.astype(jnp.float32)[rows], 0.0).swapaxes(1, 2)
     beta = jnp.where(real, strength.astype(jnp.float32)[rows], 0.0).swapaxes(1, 2)
+    return decay_within(gates, beta)
+
+
+def decay_within(gates: Float[Array, "... chunk"], strength: Float[Array, "... chunk"]) -> Decay:
+    """The same from log decays and strengths that lie chunk by chunk; both are 0 where there is no row."""
     cumulative = jnp.cumsum(gates * LOG2_E, axis=-1)
-    return Decay(cumulative, beta, jnp.exp2(cumulative), jnp.exp2(cumulative[..., -1:] - cumulative))
+    return Decay(cumulative, strength, jnp.exp2(cumulative), jnp.exp2(cumulative[..., -1:] - cumulative))

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta_rule import choose_backend, gated_delta_rule, gated_delta_step
+from pallas_kernels.gated_delta_rule import (
+    choose_backend,
+    gated_delta_rule,
+    gated_delta_rule_equal_lengths,
+    gated_delta_step,
+)
 from pallas_kernels.gated_delta_rule.gpu import Tiling, gated_delta_rule_mosaic_gpu
 from tests.kernels.interpreters import interpreted
 from tests.kernels.oracle import gated_delta_rule as oracle
@@ -150,3 +155,25 @@ def test_automatic_choice():
     assert choose_backend(platform="cpu") == "xla"
     assert choose_backend(platform="tpu") == "mosaic_tpu"
     assert choose_backend(platform="tpu", key_dim=64) == "xla"
+
+
+@pytest.mark.parametrize("length", [63, 150])
+def test_equal_lengths_and_their_gradients(length):
+    """Outputs against the recurrence in float64; gradients of all arguments against those of the plain recurrence."""
+    *arrays, cu_seqlens = batch_of([length] * 3, key_heads=2, heads=4)
+    expected, _ = oracle(*arrays, cu_seqlens, None, True)
+    weights = np.random.default_rng(2).normal(size=expected.shape).astype(np.float32)
+
+    def equal_lengths(*arrays):
+        cut = (array.reshape(3, length, *array.shape[1:]) for array in arrays)
+        outputs = gated_delta_rule_equal_lengths(*cut).reshape(expected.shape)
+        return (outputs * weights).sum(), outputs
+
+    def plain(*arrays):
+        return (gated_delta_rule(*arrays, cu_seqlens, backend="reference")[0] * weights).sum()
+
+    every = tuple(range(len(arrays)))
+    gradients, outputs = jax.jit(jax.grad(equal_lengths, every, has_aux=True))(*arrays)
+    assert relative_error(outputs, expected) < 2e-6
+    for found, wanted in zip(gradients, jax.jit(jax.grad(plain, every))(*arrays), strict=True):
+        assert relative_error(found, np.asarray(wanted, np.float64)) < 2e-5

@@ -74,6 +74,13 @@ class DecoderLayer(nnx.Module):
             output = self.feed_forward(self.feed_forward_norm(x, count), count)
             return add_residual(x, output, self.feed_forward_output_norm, count)
 
+    def transform_with[Kept](
+        self, x: Float[Array, "T D"], transform: Callable[[Array], tuple[Float[Array, "T D"], Kept]]
+    ) -> tuple[Float[Array, "T D"], Kept]:
+        """The feed-forward sub-layer with `transform(normed rows)` -> (output, whatever it keeps) in its place."""
+        output, kept = transform(self.feed_forward_norm(x))
+        return add_residual(x, output, self.feed_forward_output_norm, None), kept
+
     def _add_mixed(
         self, x: Float[Array, "T D"], output: Float[Array, "T D"], count: Int32[Array, ""] | None = None
     ) -> Float[Array, "T D"]:

@@ -1,5 +1,6 @@
 """Gated DeltaNet (Qwen3-Next): a width-4 causal convolution, then the gated delta rule (see pallas_kernels)."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -124,6 +125,23 @@ class GatedDeltaNet(nnx.Module):
             bounds = jnp.stack([jnp.zeros_like(count), count])
             output, state = _rule(queries, keys, values, log_decay, strength, bounds, cache.recurrent_state)
         return self._output(output.astype(x.dtype), gate, count), RecurrentCache(conv_state[None], state)
+
+    def recur_with(
+        self,
+        x: Float[Array, "T D"],
+        row_start: Int32[Array, " T"],
+        rule: Callable[[Array, Array, Array, Array, Array], Float[Array, "T Hv dv"]],
+    ) -> Float[Array, "T D"]:
+        """The mixer with `rule(queries, keys, values, log_decay, strength)` in the gated delta rule's place.
+
+        Row i belongs to the request whose first row is `row_start[i]`.
+        """
+        mixed, gate, log_decay, strength = self._project(x)
+        with jax.named_scope("causal_conv"):
+            convolved = causal_conv(mixed, self._taps(), row_start)
+        with jax.named_scope("gated_delta_rule"):
+            output = rule(*self._split(jax.nn.silu(convolved)), log_decay, strength)
+        return self._output(output.astype(x.dtype), gate)
 
     def _project(
         self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None

@@ -1,5 +1,7 @@
 """Mixture of experts with a gated shared expert (Qwen3-Next): no token is dropped by capacity."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -12,6 +14,14 @@ from uniprefill_jax.models.parameters import ParameterScope
 from uniprefill_jax.models.projection import LayerOfStack, gated_product, matrix, product, project, stacked_groups
 from uniprefill_jax.parallel.mesh import TENSOR
 from uniprefill_jax.parallel.shards import per_shard, shard_index, sum_over_shards
+
+
+class Routing(NamedTuple):
+    """Which experts each row goes to: the router's probabilities, the chosen experts, and what their outputs weigh."""
+
+    probabilities: Float[Array, "T experts"]
+    experts: Int32[Array, "T chosen"]
+    weights: Float[Array, "T chosen"]
 
 
 class MixtureOfExperts(nnx.Module):
@@ -33,16 +43,29 @@ class MixtureOfExperts(nnx.Module):
 
     def __call__(self, x: Float[Array, "T D"], count: Int32[Array, ""] | None = None) -> Float[Array, "T D"]:
         """Every row through its experts and the shared expert; rows from `count` on are padding and choose none."""
+        routing = self.route(x)
+        experts = routing.experts
+        if count is not None:
+            real = jnp.arange(x.shape[0], dtype=jnp.int32) < count
+            experts = jnp.where(real[:, None], experts, self.config.num_experts)
+        with jax.named_scope("experts"):
+            mixed = self._mix(x, routing.weights, experts)
+        return self.add_shared(x, mixed, count)
+
+    def route(self, x: Float[Array, "T D"]) -> Routing:
+        """The likeliest experts of every row, float32."""
         with jax.named_scope("router"):
             logits = jnp.dot(x, matrix(self.router), preferred_element_type=jnp.float32)
-            weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.config.experts_per_token)
+            probabilities = jax.nn.softmax(logits, axis=-1)
+            weights, experts = jax.lax.top_k(probabilities, self.config.experts_per_token)
             if self.config.normalise_top_k:
                 weights = weights / weights.sum(axis=-1, keepdims=True)
-            if count is not None:
-                real = jnp.arange(x.shape[0], dtype=jnp.int32) < count
-                experts = jnp.where(real[:, None], experts, self.config.num_experts)
-        with jax.named_scope("experts"):
-            mixed = self._mix(x, weights, experts)
+        return Routing(probabilities, experts, weights)
+
+    def add_shared(
+        self, x: Float[Array, "T D"], mixed: Float[Array, "T D"], count: Int32[Array, ""] | None = None
+    ) -> Float[Array, "T D"]:
+        """What the chosen experts made of the rows `x`, plus the gated shared expert."""
         with jax.named_scope("shared_expert"):
             gate = jax.nn.sigmoid(project(x, self.shared_expert_gate))
             return mixed + gate * self.shared_expert(x, count)
