@@ -22,6 +22,9 @@ class DocumentFactory:
         context = multiprocessing.get_context("spawn")
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
         self._ahead = ahead * workers
+        # Processes start when work is submitted and take seconds to be ready: that passes while programs compile.
+        for _ in range(workers):
+            self._pool.submit(_ready)
 
     def stacks(self, shape: tuple[int, int, int], seed: int) -> Iterator[_Arrays]:
         """Endless stacks [steps, batch, length] of tokens, question numbers and [steps, batch, questions] of tasks.
@@ -60,6 +63,10 @@ def make_stack(pieces: Pieces, shape: tuple[int, int, int], seed: tuple[int, ...
 
 def _start_worker() -> None:
     _pieces.append(Pieces(build_tokenizer()))
+
+
+def _ready() -> bool:
+    return bool(_pieces)
 
 
 def _make_stack(shape: tuple[int, int, int], seed: tuple[int, ...]) -> _Arrays:
