@@ -17,6 +17,7 @@ from training.vocabulary import END_OF_TEXT, bundled_prose
 TASKS = ("single", "multikey", "multivalue", "multiquery", "ordinal", "listing", "hops")
 MOST_QUESTIONS = 64
 ASKING = -2
+SHORTEST = 256  # tokens of a document
 _POOL = 6000  # keys, names and sentences that documents draw from
 Tokens = Int[np.ndarray, " tokens"]
 
@@ -105,7 +106,9 @@ class Pieces:
 
 
 def make_document(pieces: Pieces, length: int, random: np.random.Generator) -> Document:
-    """A document of `length` tokens that ends with as many questions as fit into about a quarter of it."""
+    """A document of `length` tokens that ends with questions: nearly half of a short one, an eighth of a long one."""
+    if length < SHORTEST:
+        raise ValueError(f"a document of {length} tokens may have no room for a fact; use {SHORTEST} or more")
     writer = _Writer(pieces, random)
     room = min(int(0.45 * length), 160 + length // 8)
     if random.random() < 0.7:

@@ -84,6 +84,11 @@ def test_seeds_decide(pieces):
     np.testing.assert_array_equal(question.max(axis=-1) + 1, (tasks >= 0).sum(axis=-1))
 
 
+def test_too_short_a_document_is_refused(pieces):
+    with pytest.raises(ValueError, match="192 tokens"):
+        make_document(pieces, 192, np.random.default_rng(0))
+
+
 def test_the_tokenizer_keeps_text_and_groups_digits(tokenizer):
     for text in ("Any text: naïve café, 世界\n\n\tand  spaces ", " 9f3c2a1b-12ab-4f3c-a123-aabbccddeeff", "VAR XQZPA"):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text

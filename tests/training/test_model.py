@@ -66,7 +66,7 @@ def relative_error(found, expected):
 
 @pytest.mark.slow
 def test_gradients_equal_differences(model, pieces):
-    tokens, question, tasks = (array[0] for array in make_stack(pieces, (1, 2, 192), (5,)))
+    tokens, question, tasks = (array[0] for array in make_stack(pieces, (1, 2, 256), (5,)))
     batch = Batch(*map(jnp.asarray, (tokens, question, tasks)))
     parameters = initial_parameters(SMALL, 2)
     function = jax.jit(jax.value_and_grad(lambda parameters: loss(model, parameters, batch)[0]))
@@ -130,7 +130,7 @@ def test_drops_equal_the_library(model, parameters, llm, pieces):
 @pytest.mark.slow
 def test_the_loss_falls(model, pieces):
     """Sixteen steps on one stack of documents: it is learnt by heart, and the counts of right answers say so."""
-    stack = Batch(*(jnp.asarray(array) for array in make_stack(pieces, (1, 2, 192), (7,))))
+    stack = Batch(*(jnp.asarray(array) for array in make_stack(pieces, (1, 2, 256), (7,))))
     state = start(model, initial_parameters(SMALL, 1))
     run = jax.jit(partial(train_steps, model))
     repeated = Batch(*(jnp.repeat(array, 16, axis=0) for array in stack))
