@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def on_all[Tree](tree: Tree, rules: ShardingRules) -> Tree:
 
 def row_of(case: Case, phase: str, compiled: Callable[[], tuple[Any, float]]) -> dict[str, Any]:
     """Compile one program; what does not fit is a row that says so."""
-    row = case.described | {"phase": phase}
+    row = case.described | {"phase": phase, "date": datetime.now(UTC).date().isoformat()}
     start, start_cpu = time.perf_counter(), time.process_time()
 
     def spent() -> dict[str, float]:
