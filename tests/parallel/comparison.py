@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import uniprefill_jax as up
+from tests.parity.compare import relative_error
 from uniprefill_jax.engine.requests import PrefillReport
 from uniprefill_jax.prefill import PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 LENGTHS = (170, 60, 15, 1)
-LOGIT_TOLERANCE = 1e-4
 ENGINE = up.EngineConfig(page_size=16, pool_pages=200, max_running=4, prefill_chunk=64, max_length=256)
 SAMPLING = up.SamplingConfig(max_tokens=6)
 
@@ -76,10 +76,7 @@ def differences(
 
 def logit_error(ours: Sequence[up.PrefillResult | PrefillReport], theirs: Sequence[up.PrefillResult]) -> float:
     """Largest relative error of the last token's logits."""
-    return max(
-        float(np.linalg.norm(one.logits - other.logits) / np.linalg.norm(other.logits))
-        for one, other in zip(ours, theirs, strict=True)
-    )
+    return max(relative_error(one.logits, other.logits) for one, other in zip(ours, theirs, strict=True))
 
 
 def as_json(result: up.PrefillResult | PrefillReport) -> dict[str, Any]:

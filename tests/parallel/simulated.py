@@ -33,6 +33,8 @@ from tests.parallel.comparison import (
     served,
 )
 from tests.parallel.models import SETTINGS, write_checkpoint
+from tests.parallel.rounding import RoundingModel
+from tests.parity.compare import LOGIT_TOLERANCE
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import read_model_config
 from uniprefill_jax.models.parameters import parameter_specs
@@ -82,7 +84,7 @@ def report(check: str, **seen: object) -> None:
     print(json.dumps({"check": check, **seen}), flush=True)
 
 
-def compare_meshes(work: Work, load: Load) -> None:
+def compare_meshes(work: Work, load: Load, folders: dict[str, Path]) -> None:
     """Kept sets, logits and greedy tokens of every model on every mesh; engines and ragged batches on some of them."""
     for name, meshes in work.meshes.items():
         config = up.UniPrefillConfig(**SETTINGS[name])
@@ -108,7 +110,7 @@ def compare_meshes(work: Work, load: Load) -> None:
                 tokens_equal=generated(llm, prompts, config) == tokens if generates else None,
             )
             if data == 1 and (name, tensor) in work.ragged:
-                compare_ragged(name, single, llm, config, work.ragged[name, tensor])
+                compare_ragged(name, single, llm, RoundingModel(folders[name]), work.ragged[name, tensor])
         for tensor in work.serving[name]:
             serve(name, load(name, (tensor, 1)), config, expected, tokens)
 
@@ -141,17 +143,25 @@ def serve(
     )
 
 
-def compare_ragged(name: str, single: up.LLM, llm: up.LLM, config: up.UniPrefillConfig, count: int) -> None:
-    """Random ragged batches on the programs that are there."""
-    programs = len(llm.programs.compiled)
-    found, error, dropped = [], 0.0, 0
-    for prompts in ragged_batches(single, config, count):
+def compare_ragged(name: str, single: up.LLM, llm: up.LLM, exact: RoundingModel, count: int) -> None:
+    """Random ragged batches on the programs that are there; logits further apart than the tolerance are judged."""
+    config, programs = up.UniPrefillConfig(**SETTINGS[name]), len(llm.programs.compiled)
+    found, judged, error, dropped = [], [], 0.0, 0
+    for batch, prompts in enumerate(ragged_batches(single, config, count)):
         expected, results = single.prefill(prompts, config), llm.prefill(prompts, config)
-        found += differences(results, expected)
-        error = max(error, logit_error(results, expected))
+        unequal = differences(results, expected)
+        found += unequal
+        for request, (ours, theirs) in enumerate(zip(results, expected, strict=True)):
+            apart = logit_error([ours], [theirs])
+            if apart <= LOGIT_TOLERANCE or any(difference.request == request for difference in unequal):
+                error = max(error, apart)
+            else:
+                why = exact.explain(prompts[request], config, ours.kept_positions, (ours.logits, theirs.logits))
+                seen = {"batch": batch, "request": request, "tokens": len(prompts[request]), "logit_error": apart}
+                judged.append({**seen, "holds": why.holds, **why._asdict()})
         dropped += sum(len(prompts[0]) - len(kept) for kept in expected[0].kept_positions.values())
     assert len(llm.programs.compiled) == programs, "a ragged batch was compiled for"
-    report("ragged", model=name, batches=count, differences=found, logit_error=error, dropped=dropped)
+    report("ragged", model=name, batches=count, differences=found, logit_error=error, dropped=dropped, judged=judged)
 
 
 def move_between_meshes(folder: Path, scratch: Path) -> None:
@@ -244,7 +254,7 @@ def main(amount: str) -> None:
             move_between_meshes(folders["llama"], scratch)
             watch_memory(scratch)
             share_compile_cache(load, scratch)
-        compare_meshes(work, load)
+        compare_meshes(work, load, folders)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parallel.comparison import LOGIT_TOLERANCE
 from tests.parallel.models import CONFIGS, SETTINGS, write_checkpoint
+from tests.parity.compare import LOGIT_TOLERANCE
 
 REPOSITORY = Path(__file__).parents[2]
 # Tiny programs run once: compiling without optimisation takes a third of the time.
@@ -61,9 +61,14 @@ def assert_meshes_agree(report: list[dict[str, Any]]) -> None:
 def assert_ragged_agree(report: list[dict[str, Any]]) -> None:
     for seen in of(report, "ragged"):
         print(f"{seen['batches']} ragged batches of {seen['model']}: logit error {seen['logit_error']:.1e}")
+        for judged in seen["judged"]:
+            print(judged)
         assert seen["dropped"] > 0
         assert not seen["differences"], f"request, layer and cut margins of kept sets that differ: {seen}"
         assert seen["logit_error"] <= LOGIT_TOLERANCE, seen
+        # What is further apart is what the float64 model becomes by rounding, or by the other choice in a near tie.
+        assert all(judged["holds"] for judged in seen["judged"]), seen
+        assert len(seen["judged"]) <= seen["batches"] / 20, seen
 
 
 def assert_engines_agree(report: list[dict[str, Any]]) -> None:

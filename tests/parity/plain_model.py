@@ -37,7 +37,7 @@ class PlainModel:
 
     def __init__(self, folder: Path):
         self.config = json.loads((folder / "config.json").read_text())
-        arrays = load_file(folder / "model.safetensors")
+        arrays = {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
         self.weights = {name: array.astype(np.float64) for name, array in arrays.items()}
         self.family = {"llama": "llama", "gemma3_text": "gemma", "qwen3_next": "qwen"}[self.config["model_type"]]
         self.layer_types = self.config.get("layer_types") or ["full_attention"] * self.config["num_hidden_layers"]
