@@ -33,6 +33,12 @@ def test_numbers_are_those_of_the_files(page: Page):
         }
 
 
+def test_every_result_file_of_the_repository_is_shown(page: Page):
+    assert build_report(RESULTS)[1] == []
+    files = {table.attributes["data-file"] for table in page.all("table") if "data-file" in table.attributes}
+    assert files == {path.name for path in RESULTS.glob("*.json")}
+
+
 def test_every_figure_says_where_it_is_from(page: Page):
     figures = page.all("figure")
     assert len(figures) >= 4 and page.all("svg")

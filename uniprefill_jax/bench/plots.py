@@ -11,9 +11,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-# Okabe and Ito's colours, told apart by every kind of colour vision and visible on light and dark pages.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-MARKERS = "osD^vP"
+# Okabe and Ito's colours, told apart by every kind of colour vision and visible on light and dark pages, and a grey.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
+MARKERS = "osD^vPX"
 INK = "#123456"  # stands for the page's own text colour, which depends on its scheme
 PANEL_WIDTH, LINES_HEIGHT, BAR_HEIGHT = 5.2, 4.1, 0.38  # inches
 WIDE_LABEL = 18  # characters from which the legend has two columns, not three

@@ -132,16 +132,40 @@ def _kernels(file: ResultFile) -> Iterable[ReportFigure]:
             for (shape, backend), line in lines
         ]
         panels.append(Panel(operation, "tokens", "share of the limit", series, dashed_means="plain JAX", percent=True))
-    note = "The limit is the time that moving the bytes or multiplying alone would take; 100% cannot be passed."
+    note = (
+        "The limit is the time that moving the bytes would take at the rate of a copy, or multiplying at the rate of a "
+        "large product. What reads more than it writes may be a little faster than a copy."
+    )
     if len(timed) < len(rows):
         note += f" {len(rows) - len(timed)} rows are too short for the timer and in the table only."
     if without:
         note += f" Of {', '.join(without)} there is no timed kernel to plot; see the table."
+    operations = ", ".join(operation for (operation,), _ in _grouped(rows, "op"))
     yield ReportFigure(
-        "Kernels: share of the hardware's limit",
+        f"Share of the hardware's limit: {operations}",
         " ".join([note, *file.notes]),
         _draw(panels, f"{file.name} kernels"),
         _table([*file.rows.get("ceilings", []), *rows]),
+        file,
+    )
+
+
+def _compiled(file: ResultFile) -> Iterable[ReportFigure]:
+    panels = []
+    for (arch,), rows in _grouped(file.rows["compiled"], "arch"):
+        prefills = [row for row in rows if row["phase"] == "prefill"]
+        lines = _grouped(prefills, "topology", "method")
+        series = [
+            _series(f"{topology}, {method}", number, own, "n", "hbm_gib")
+            for number, ((topology, method), own) in enumerate(lines)
+        ]
+        if series:
+            panels.append(Panel(arch, "prompt tokens", "GiB per chip, prefill", series))
+    yield ReportFigure(
+        "Compiled for chips that were not there",
+        "What the compiler reserves on every chip: arguments, results, scratch and code. Nothing ran.",
+        _draw(panels, f"{file.name} compiled"),
+        _table(file.rows["compiled"]),
         file,
     )
 
@@ -151,6 +175,7 @@ BUILDERS: dict[str, Callable[[ResultFile], Iterable[ReportFigure]]] = {
     "throughput": _throughput,
     "interference": _interference,
     "kernels": _kernels,
+    "compiled": _compiled,
 }
 
 
@@ -190,6 +215,7 @@ def _shape(row: Row, among: Sequence[Row]) -> str:
         ("heads", "kv_heads", "head_dim"): "{}/{} heads of {}",
         ("width",): "width {}",
         ("kept",): "kept {:.0%}",
+        ("window",): "window {}",
         ("dtype",): "{}",
     }
     parts = []
@@ -197,6 +223,8 @@ def _shape(row: Row, among: Sequence[Row]) -> str:
         values = [row.get(key) for key in keys]
         if None not in values and len({tuple(other.get(key) for key in keys) for other in among}) > 1:
             parts.append(name.format(*values))
+    if row.get("ragged"):
+        parts.append("ragged")
     return ", ".join(parts) or "kernel"
 
 
@@ -206,11 +234,13 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def format_value(value: Any) -> str:
-    """A JSON value as the tables show it: floats to six significant digits, lists spelled with ">"."""
+    """A JSON value as the tables show it: floats to six digits, lists spelled with ">", objects as pairs."""
     if value is None:
         return ""
     if isinstance(value, list):
         return " > ".join(map(format_value, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {format_value(own)}" for name, own in value.items())
     if isinstance(value, float):
         return f"{value:.6g}"
     return str(value)
