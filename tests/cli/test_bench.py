@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import cpu_guard
 from tests.conftest import ORACLE_PYTHON
+from uniprefill_jax.bench.report import build_report
 from uniprefill_jax.bench.throughput import Load
 from uniprefill_jax.cli import main
 
@@ -45,11 +46,12 @@ def test_ttft(tmp_path, capsys):
         ("throughput --arch llama-tiny --interference 3:4", "use RUNNING:SHORT:LONG"),
         ("throughput --arch llama-tiny --decoding 3", "use RUNNING:LENGTH"),
         ("throughput --arch llama-tiny --request-rate 0", "--request-rate 0.0"),
+        ("kernels --only drop,softmax", "--only names 'softmax'"),
     ],
 )
 def test_wrong_options(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", *([] if words.startswith("throughput") else ["ttft"]), *words.split()])
+        main(["bench", *([] if words.startswith(("throughput", "kernels")) else ["ttft"]), *words.split()])
     assert message in capsys.readouterr().err
 
 
@@ -102,3 +104,30 @@ def test_arrivals_follow_the_rate():
     assert gaps.std() == pytest.approx(gaps.mean() / 2, rel=0.1), "burstiness 4 halves the spread of a Poisson process"
     assert {len(arrival.prompt) for arrival in arrivals} == {2, 3, 4, 5, 6}
     assert load.draw(vocab_size=10)[7] == arrivals[7], "the same requests for every method"
+
+
+KERNELS = [
+    "paged_attention",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "causal_attention", "gated_delta_rule")),
+    pytest.param("grouped_matmul", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name, tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "kernels", "--only", name, "--quick", "--seed", "3", "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    ceilings, *rest = rows
+    assert ceilings["op"] == "ceilings" and ceilings["seed"] == 3
+    timed = [row for row in rest if "median_ms" in row]
+    assert {"drop": "drop_step"}.get(name, name) in {row["op"] for row in timed}
+    for row in timed:
+        assert row["n"] > 0 and {"dtype", "backend", "floor_ms"} <= set(row)
+        assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["median_ms"])
+        assert row["median_ms"] > 0 and row.get("relative_error", 0) < 5e-3
+    # What the command writes the report shows, all of it.
+    page, unreadable = build_report(tmp_path)
+    assert unreadable == [] and page.count("<tr>") > len(rows)

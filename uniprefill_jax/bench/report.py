@@ -150,6 +150,11 @@ def _kernels(file: ResultFile) -> Iterable[ReportFigure]:
     )
 
 
+def _checks(file: ResultFile) -> Iterable[ReportFigure]:
+    note = "Checked in the same run, before anything was timed."
+    yield ReportFigure("Kernels against their references", note, [], _table(file.rows["checks"]), file)
+
+
 def _compiled(file: ResultFile) -> Iterable[ReportFigure]:
     panels = []
     for (arch,), rows in _grouped(file.rows["compiled"], "arch"):
@@ -175,6 +180,7 @@ BUILDERS: dict[str, Callable[[ResultFile], Iterable[ReportFigure]]] = {
     "throughput": _throughput,
     "interference": _interference,
     "kernels": _kernels,
+    "checks": _checks,
     "compiled": _compiled,
 }
 
@@ -216,6 +222,9 @@ def _shape(row: Row, among: Sequence[Row]) -> str:
         ("width",): "width {}",
         ("kept",): "kept {:.0%}",
         ("window",): "window {}",
+        ("inner", "columns"): "{} to {}",
+        ("groups",): "{} groups",
+        ("routing",): "{}",
         ("dtype",): "{}",
     }
     parts = []

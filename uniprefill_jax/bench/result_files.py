@@ -48,6 +48,7 @@ def _numbers(*names: str) -> Callable[[Row], bool]:
 KINDS: dict[str, Callable[[Row], bool]] = {
     "kernels": lambda row: isinstance(row.get("op"), str) and _numbers("n", "median_ms", "share_of_floor")(row),
     "ceilings": lambda row: row.get("op") == "ceilings",
+    "checks": lambda row: isinstance(row.get("op"), str) and "median_ms" not in row,
     "throughput": lambda row: _labelled(row) and _numbers("n", "batch", "tokens_per_s")(row),
     "interference": lambda row: _labelled(row) and _numbers("n", "batch", "median_itl_busy_ms")(row),
     "ttft": lambda row: _labelled(row) and _numbers("n", "batch", "ttft_ms")(row),

@@ -1,9 +1,10 @@
-"""`uniprefill bench`: measurements of whole models."""
+"""`uniprefill bench`: measurements of whole models and of single kernels."""
 
 import json
 import math
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,9 @@ from uniprefill_jax.cli import devices, options
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 
-bench = typer.Typer(help="Measure: time to the first token, the engine under load; report on it.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure: time to the first token, the engine under load, single kernels; report on it.", no_args_is_help=True
+)
 DEFAULTS = UniPrefillConfig()
 ArchOption = Annotated[str, typer.Option(help="Published shape with random weights, such as llama-3.1-8b.")]
 ModelOption = Annotated[str, typer.Option(help="Or a model with its weights: folder, .gguf file, packaged name.")]
@@ -235,6 +238,41 @@ def throughput(
                 labels = {"arch": arch or model, "n": length, "batch": running, "tp": tp, "dtype": data_type}
                 row = measured.decoding(engine, running, length, setting, seed)
                 add(labels | {"method": f"{method}, decoding"} | row)
+
+
+@bench.command()
+def kernels(
+    only: Annotated[
+        str, typer.Option(help="Some of drop, causal_attention, paged_attention, gated_delta_rule, grouped_matmul.")
+    ] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Short inputs and fewer repeats, as on CPUs always.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the random inputs; by default another one each time.")
+    ] = None,
+    json_path: options.JsonOption = None,
+) -> None:
+    """Single kernels against their references, their rivals, and the least time that the hardware needs."""
+    options.check_output(json_path)
+    from uniprefill_jax.bench.kernels import BENCHMARKS
+    from uniprefill_jax.bench.kernels.conditions import Conditions
+    from uniprefill_jax.result_file import write_result
+
+    chosen = only.split(",") if only else list(BENCHMARKS)
+    unknown = [name for name in chosen if name not in BENCHMARKS]
+    if unknown:
+        raise InputError(f"--only names {unknown[0]!r}; use some of {', '.join(BENCHMARKS)}")
+    table: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        table.append(row)
+        print(json.dumps(row), flush=True)
+        if json_path is not None:  # after every row: a run cut short still leaves what it measured
+            write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
+
+    conditions = Conditions.of_this_device(time.time_ns() % (1 << 31) if seed is None else seed, quick)
+    add(conditions.ceilings_row())
+    for name in chosen:
+        BENCHMARKS[name](conditions, add)
 
 
 @bench.command()

@@ -1,37 +1,30 @@
-"""Grouped matrix products against XLA's dense product: python -m benchmarks.grouped_matmul --json PATH [--quick].
+"""Grouped matrix products against XLA's dense product.
 
 Every row is checked before it is timed: rows around group boundaries against float32 products at full precision, and
 the rest for finite numbers. `dense_tflops` is XLA's plain product of the same operations in the same run (of rows x
-[K, N], [K, 2 N] where two products are fused). A row's floor is the larger of its least bytes over the copy rate and
-its operations over the product rate in benchmarks.kernels.CEILINGS. Backend `xla_sliced` is what a model does without
-the kernel: cut one matrix out of the stack, then multiply.
+[inner, columns], [inner, 2 columns] where two products are fused). A row's floor is the larger of its least bytes over
+the copy rate and its operations over the product rate. Backend `xla_sliced` is what a model does without the kernel:
+cut one matrix out of the stack, then multiply.
 """
 
-import argparse
-import datetime
-import json
-import platform
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import CEILINGS
-from benchmarks.kernels_timing import DeviceTimer
 from pallas_kernels.grouped_matmul import choose_backend, grouped_gated_matmul, grouped_matmul
 from pallas_kernels.grouped_matmul.reference import ACTIVATIONS
 from pallas_kernels.grouped_matmul.shapes import SHAPES, Routing, Shape
+from uniprefill_jax.bench.kernels.conditions import Conditions, Report
+from uniprefill_jax.errors import UniPrefillError
 
 TOLERANCE = 4e-3  # relative, of bfloat16 results
 CHECKED_ROWS = 1024
+SMALL_SHAPES = [Shape(512, 128, 128, 8, 16, gated=True), Shape(512, 128, 128, 8, 16), Shape(256, 128, 128, 1, 2)]
 
 
 def routed_sizes(random: np.random.Generator, shape: Shape, routing: Routing) -> np.ndarray:
@@ -99,24 +92,22 @@ def relative_error(random: np.random.Generator, result: jax.Array, values: tuple
 def labels(shape: Shape, routing: Routing, backend: str) -> dict[str, Any]:
     """What names a row of the result."""
     op = "grouped_gated_matmul" if shape.gated else "grouped_matmul"
-    sizes = {"m": shape.rows, "k": shape.inner, "n": shape.columns, "groups": shape.groups, "stacked": shape.stacked}
+    sizes = {"n": shape.rows, "inner": shape.inner, "columns": shape.columns}
+    sizes |= {"groups": shape.groups, "stacked": shape.stacked}
     return {"op": op, **sizes, "routing": routing, "dtype": "bfloat16", "backend": backend}
 
 
-def floor_ms(shape: Shape, operations: float) -> float | None:
-    """Least milliseconds on this device, or None where its rates were never measured."""
-    rates = CEILINGS.get(jax.devices()[0].device_kind)
-    if rates is None:
-        return None
+def least_bytes(shape: Shape) -> float:
+    """Bytes of rows, outputs and all matrices, each moved once."""
     matrices = shape.groups * (1 + shape.gated) * shape.inner * shape.columns
-    least = 2 * (shape.rows * (shape.inner + shape.columns) + matrices)
-    return max(least / rates[0], operations / rates[1]) * 1e3
+    return 2.0 * (shape.rows * (shape.inner + shape.columns) + matrices)
 
 
-def measure(timer: DeviceTimer, shapes: list[Shape], seed: int, repeats: int, report: Callable[[dict], None]) -> None:
+def measure(conditions: Conditions, report: Report) -> None:
     """Compile everything in parallel, then check and time one shape after another and hand each row to `report`."""
-    random = np.random.default_rng(seed)
-    kernel = choose_backend()
+    random = np.random.default_rng(conditions.seed)
+    kernel, shapes = choose_backend(), SMALL_SHAPES if conditions.quick else SHAPES
+    timer, repeats = conditions.timer, conditions.repeats
 
     def build(shape: Shape, backend: str):
         values = jax.eval_shape(lambda: arguments(jax.random.key(0), shape, np.zeros(shape.groups, np.int32)))
@@ -131,7 +122,7 @@ def measure(timer: DeviceTimer, shapes: list[Shape], seed: int, repeats: int, re
         dense_ms = None
         for routing in routings:
             sizes = routed_sizes(random, shape, routing)
-            values = arguments(jax.random.key(seed), shape, sizes)
+            values = arguments(jax.random.key(conditions.seed), shape, sizes)
             if dense_ms is None:
                 joined = jnp.concatenate([array[0] for array in values[1:-2]], axis=1)
                 dense_ms = timer.milliseconds(jax.jit(jnp.dot), [(values[0], joined)], repeats=repeats)
@@ -140,43 +131,12 @@ def measure(timer: DeviceTimer, shapes: list[Shape], seed: int, repeats: int, re
                 result = program(*values)
                 error = relative_error(random, result, values, sizes)
                 if not (error < TOLERANCE and bool(jnp.isfinite(result).all())):
-                    raise SystemExit(f"{labels(shape, routing, backend)}: relative error {error:.2e}")
+                    raise UniPrefillError(f"{labels(shape, routing, backend)}: relative error {error:.2e}")
                 del result
                 median = timer.milliseconds(program, [values], repeats=repeats)
-                floor = floor_ms(shape, operations)
                 report(
                     labels(shape, routing, backend)
-                    | {"median_ms": median, "floor_ms": floor, "share_of_floor": floor and floor / median}
+                    | conditions.timing(median, moved=least_bytes(shape), operations=operations)
                     | {"tflops": operations / median / 1e9, "dense_tflops": operations / dense_ms / 1e9}
                     | {"share_of_dense": dense_ms / median, "relative_error": error}
                 )
-
-
-def main() -> None:
-    """Check, measure, and write one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--quick", action="store_true", help="one small shape of each kind")
-    options = parser.parse_args()
-    seed = time.time_ns() % (1 << 31)
-    small = [Shape(512, 128, 128, 8, 16, gated=True), Shape(512, 128, 128, 8, 16), Shape(256, 128, 128, 1, 2)]
-    report: dict[str, Any] = {
-        "command": "python -m benchmarks.grouped_matmul" + (" --quick" if options.quick else ""),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": getattr(jax.devices()[0], "device_kind", platform.machine()),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "seed": seed,
-        "rows": [],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(row: dict[str, Any]) -> None:
-        report["rows"].append(row)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")  # after every row: a cut run keeps what it has
-        print(json.dumps(row), file=sys.stderr, flush=True)
-
-    measure(DeviceTimer(), small if options.quick else list(SHAPES), seed, 3 if options.quick else 5, add)
-
-
-if __name__ == "__main__":
-    main()

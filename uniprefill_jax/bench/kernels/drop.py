@@ -1,28 +1,20 @@
-"""Kernels against their references and against the hardware: python -m benchmarks.kernels --json PATH [--quick].
+"""The steps of a drop: block scores, top-p selection, compaction, and all of them together.
 
 Checks first (accuracy against float64, kept sets, bit-identical repeats), then device times with fresh random inputs.
-A row's floor is the larger of its least bytes over the copy rate and its matrix operations over the product rate of the
-device: the best that was ever measured for a device in CEILINGS, else what the same run measures.
+A row's floor is the larger of its least bytes over the copy rate and its matrix operations over the product rate.
 """
 
-import argparse
-import datetime
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels_checks import accuracy, kept_sets, repeats
-from benchmarks.kernels_timing import DeviceTimer
 from pallas_kernels.block_score import block_score, shapes
 from pallas_kernels.block_score import choose_backend as score_backend
 from pallas_kernels.compact_rows import choose_backend as compact_backend
@@ -32,12 +24,11 @@ from pallas_kernels.compact_rows.shapes import Shape as CompactShape
 from pallas_kernels.platform import Backend, Kernels
 from pallas_kernels.top_p_select import choose_backend as select_backend
 from pallas_kernels.top_p_select import top_p_select
+from uniprefill_jax.bench.kernels.conditions import Conditions, Report, cumulative_lengths
+from uniprefill_jax.bench.kernels.drop_checks import accuracy, kept_sets, repeats
 
 SINK, WINDOW, TOP_P, WIDTH = 128, 128, 0.9, 4096
 CACHED_BELOW = 32768  # rows: smaller inputs come in several sets, or the second run would find them in the cache
-
-# Bytes/s of a device-to-device copy and bfloat16 operations/s of a large product, measured on such devices.
-CEILINGS = {"NVIDIA H200": (4.3e12, 790e12)}
 
 
 class Case(NamedTuple):
@@ -49,16 +40,6 @@ class Case(NamedTuple):
     sets: int
     bytes: float
     operations: float
-
-
-def cumulative_lengths(batch: int, length: int) -> np.ndarray:
-    """Packed lengths that fill `batch * length` rows; unequal and not multiples of anything where there are several."""
-    lengths = np.full(batch, length)
-    for r in range(batch // 2):
-        shift = (37 * (r + 1)) % (length // 4)
-        lengths[2 * r] -= shift
-        lengths[2 * r + 1] += shift
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 def score_case(shape: shapes.Shape, backend: Backend) -> Case:
@@ -226,12 +207,12 @@ def _both(kernel: Kernels) -> tuple[Backend, ...]:
     return ("reference",) if kernel == "reference" else ("reference", kernel)
 
 
-def measure(timer: DeviceTimer, selected: list[Case], seed: int, repeats_of_each: int, report: Callable) -> None:
-    """Compile everything in parallel, then time one case after another and hand each row to `report`."""
-    size = 1 << (29 if timer.on_accelerator else 24)
-    copy = Case(
-        {}, lambda x: x + jnp.bfloat16(1), lambda key: (jax.random.normal(key, (size,), jnp.bfloat16),), 2, 0, 0
-    )
+def measure(conditions: Conditions, report: Report) -> None:
+    """Check, compile everything in parallel, then time one case after another and hand each row to `report`."""
+    seed = conditions.seed
+    for row in [*accuracy(seed), kept_sets(seed, 100 if conditions.quick else 1000), repeats(seed)]:
+        report(row)
+    selected = cases(conditions.quick)
 
     def program_of(case: Case) -> str:
         return json.dumps({name: value for name, value in case.labels.items() if name != "kept"})
@@ -240,59 +221,12 @@ def measure(timer: DeviceTimer, selected: list[Case], seed: int, repeats_of_each
         return jax.jit(case.operation).lower(*jax.eval_shape(case.arguments, jax.random.key(0))).compile()
 
     start = time.perf_counter()
-    distinct = {program_of(case): case for case in [copy, *selected]}
+    distinct = {program_of(case): case for case in selected}
     with ThreadPoolExecutor(12) as pool:
         programs = dict(zip(distinct, pool.map(build, distinct.values()), strict=True))
     print(f"compiled {len(programs)} programs in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-
-    def time_of(case: Case) -> float:
-        make = jax.jit(case.arguments)
-        sets = [make(jax.random.key(seed + i)) for i in range(case.sets)]
-        return timer.milliseconds(programs[program_of(case)], sets, repeats=repeats_of_each)
-
-    copy_rate = 4 * size / (time_of(copy) * 1e-3)
-    product_rate = timer.product_tflops() * 1e12 if timer.on_accelerator else float("inf")
-    if timer.on_accelerator:
-        measured = {"copy_tb_per_s": copy_rate / 1e12, "bfloat16_product_tflops": product_rate / 1e12}
-        report({"op": "ceilings", **measured, "resolution_ms": timer.resolution()})
-    copy_rate, product_rate = CEILINGS.get(jax.devices()[0].device_kind, (copy_rate, product_rate))
     for case in selected:
-        median = time_of(case)
-        floor = max(case.bytes / copy_rate, case.operations / product_rate) * 1e3
-        report(case.labels | {"median_ms": median, "floor_ms": floor, "share_of_floor": floor / median})
-
-
-def main() -> None:
-    """Run the checks and the measurements, and write one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--quick", action="store_true", help="two short lengths of one model, fewer repeats")
-    options = parser.parse_args()
-    seed = time.time_ns() % (1 << 31)
-    timer = DeviceTimer()
-    report = {
-        "command": "python -m benchmarks.kernels" + (" --quick" if options.quick else ""),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": getattr(jax.devices()[0], "device_kind", platform.machine()),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "seed": seed,
-        "rows": [],
-    }
-    report["checks"] = {
-        "accuracy": accuracy(seed),
-        "kept_sets": kept_sets(seed, 100 if options.quick else 1000),
-        "repeats": repeats(seed),
-    }
-    print(json.dumps(report["checks"]), file=sys.stderr, flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(row: dict[str, Any]) -> None:
-        report["rows"].append(row)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")  # after every row: a cut run keeps what it has
-        print(json.dumps(row), file=sys.stderr, flush=True)
-
-    measure(timer, cases(options.quick), seed, 3 if options.quick else 7, add)
-
-
-if __name__ == "__main__":
-    main()
+        make = jax.jit(case.arguments)
+        sets = [make(jax.random.key(seed + number)) for number in range(case.sets)]
+        median = conditions.timer.milliseconds(programs[program_of(case)], sets, repeats=conditions.repeats)
+        report(case.labels | conditions.timing(median, moved=case.bytes, operations=case.operations))

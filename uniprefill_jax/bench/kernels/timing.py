@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 BLOCKER_SIZE = 8192  # one bfloat16 product of this size is about 1.4 ms of a Hopper GPU
 BLOCKER_PRODUCTS = 4  # as short as covers the launches: its own spread is the noise of the result
+CPU_PRODUCT_SIZE = 1024
 MOST_RUNS = 24  # programs in flight; the runtime makes the host wait beyond 32
 
 
@@ -41,10 +42,14 @@ class DeviceTimer:
         alone = [self._seconds(None, (), 0) for _ in range(9)]
         return (statistics.quantiles(alone, n=4)[2] - statistics.quantiles(alone, n=4)[0]) / MOST_RUNS * 1e3
 
-    def product_tflops(self) -> float:
-        """The bfloat16 matrix product rate of the device, in TFLOP/s."""
+    def product_rate(self) -> float:
+        """Operations per second of a large bfloat16 matrix product; on a CPU of a smaller one in float32."""
+        if not self.on_accelerator:
+            factor = jax.random.normal(jax.random.key(0), (CPU_PRODUCT_SIZE, CPU_PRODUCT_SIZE), jnp.float32)
+            program = jax.jit(jnp.dot).lower(factor, factor).compile()
+            return 2 * CPU_PRODUCT_SIZE**3 / (self.milliseconds(program, [(factor, factor)], repeats=7) * 1e-3)
         seconds = statistics.median(self._seconds(None, (), 0) for _ in range(9))
-        return 2 * BLOCKER_SIZE**3 * BLOCKER_PRODUCTS / seconds / 1e12
+        return 2 * BLOCKER_SIZE**3 * BLOCKER_PRODUCTS / seconds
 
     def milliseconds(
         self, program: Callable[..., Any], argument_sets: Sequence[tuple[Any, ...]], *, repeats: int

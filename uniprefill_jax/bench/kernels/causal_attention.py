@@ -1,30 +1,23 @@
-"""Causal attention kernels against cuDNN and the hardware: python -m benchmarks.causal_attention --json PATH [--quick].
+"""Causal attention over row ranges: the kernel and cuDNN.
 
 For every shape, on fresh random inputs: the relative error of some rows against float64 and the device time. A row's
 floor is the matrix operations that its visible pairs need over the product rate of the device. Without a kernel for the
 device, short inputs run on the reference, which shows that the benchmark works and nothing else.
 """
 
-import argparse
-import datetime
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import CEILINGS, cumulative_lengths
-from benchmarks.kernels_timing import DeviceTimer
 from pallas_kernels.causal_attention import causal_attention, choose_backend
 from pallas_kernels.causal_attention.shapes import SHAPES, Shape
+from uniprefill_jax.bench.kernels.conditions import Conditions, Report, cumulative_lengths
 
 DTYPE = "bfloat16"
 CHECKED_ROWS = 8
@@ -138,8 +131,9 @@ def cases(quick: bool) -> list[Case]:
     return [case for case in both if case is not None]
 
 
-def measure(timer: DeviceTimer, selected: list[Case], seed: int, repeats: int, report: Callable) -> None:
+def measure(conditions: Conditions, report: Report) -> None:
     """Compile everything in parallel, then check and time one case after another and hand each row to `report`."""
+    seed, selected = conditions.seed, cases(conditions.quick)
     start = time.perf_counter()
 
     def build(case: Case):
@@ -149,10 +143,6 @@ def measure(timer: DeviceTimer, selected: list[Case], seed: int, repeats: int, r
     with ThreadPoolExecutor(12) as pool:
         programs = list(pool.map(build, selected))
     print(f"compiled {len(programs)} programs in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    product_rate = timer.product_tflops() * 1e12 if timer.on_accelerator else float("inf")
-    if timer.on_accelerator:
-        report({"op": "ceilings", "bfloat16_product_tflops": product_rate / 1e12, "resolution_ms": timer.resolution()})
-    product_rate = CEILINGS.get(jax.devices()[0].device_kind, (0.0, product_rate))[1]
     random = np.random.default_rng(seed)
     for shape in dict.fromkeys(case.shape for case in selected):
         sets = [arguments(shape, jax.random.key(seed + index)) for index in range(2)]
@@ -160,46 +150,17 @@ def measure(timer: DeviceTimer, selected: list[Case], seed: int, repeats: int, r
         expected = exact(sets[0], rows, shape.heads.head_dim**-0.5)
         pairs = float((np.arange(shape.rows) - ranges(shape)[0] + 1).sum())
         operations = 4 * shape.heads.heads * shape.heads.head_dim * pairs
-        floor = operations / product_rate * 1e3
         labels = {"op": "causal_attention", "n": shape.rows // shape.batch, "batch": shape.batch}
         labels |= shape.heads._asdict() | {"window": shape.window, "dtype": DTYPE}
         for case, program in zip(selected, programs, strict=True):
             if case.shape != shape:
                 continue
             found = np.asarray(program(*sets[0])[rows], np.float64)
-            median = timer.milliseconds(program, sets, repeats=repeats)
+            median = conditions.timer.milliseconds(program, sets, repeats=conditions.repeats)
             report(
                 labels
-                | {"backend": case.backend, "median_ms": median, "floor_ms": floor, "share_of_floor": floor / median}
+                | {"backend": case.backend}
+                | conditions.timing(median, operations=operations)
                 | {"tflops": operations / median / 1e9}
                 | {"relative_error": float(np.linalg.norm(found - expected) / np.linalg.norm(expected))}
             )
-
-
-def main() -> None:
-    """Run the measurements and write one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--quick", action="store_true", help="short inputs only, fewer repeats")
-    options = parser.parse_args()
-    seed = time.time_ns() % (1 << 31)
-    report = {
-        "command": "python -m benchmarks.causal_attention" + (" --quick" if options.quick else ""),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": getattr(jax.devices()[0], "device_kind", platform.machine()),
-        "versions": {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": version("jaxlib")},
-        "seed": seed,
-        "rows": [],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(row: dict[str, Any]) -> None:
-        report["rows"].append(row)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")  # after every row: a cut run keeps what it has
-        print(json.dumps(row), file=sys.stderr, flush=True)
-
-    measure(DeviceTimer(), cases(options.quick), seed, 3 if options.quick else 7, add)
-
-
-if __name__ == "__main__":
-    main()

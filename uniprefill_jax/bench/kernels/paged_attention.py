@@ -1,31 +1,29 @@
-"""Decode attention over pages against the memory's speed: python -m benchmarks.paged_attention --json PATH [--sweep].
+"""Decode attention over pages against the memory's speed.
 
 For every case, on fresh random inputs in pages scattered over the pool: the relative error against the reference in
 float32 and the device time of the kernel and of the reference. A row's floor is the bytes of the visible keys and
-values, of queries and outputs, over the copy rate of the device. `--sweep` times other tilings of the kernel instead.
-Without a kernel for the device, small cases run on the reference, which shows that the benchmark works and no more.
+values, of queries and outputs, over the copy rate of the device. Without a kernel for the device, small cases run on
+the reference, which shows that the benchmark works and no more.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from benchmarks.kernels import CEILINGS
-from benchmarks.kernels_timing import DeviceTimer
-from pallas_kernels.paged_attention import choose_backend, gpu, paged_attention
+from pallas_kernels.paged_attention import choose_backend, paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.shapes import GEMMA_3_12B, LLAMA_3_1_8B, QWEN3_NEXT_80B, Shape
-from uniprefill_jax.result_file import write_result
+from pallas_kernels.platform import Backend
+from uniprefill_jax.bench.kernels.conditions import Conditions, Report
+from uniprefill_jax.errors import UniPrefillError
 
 DTYPE = "bfloat16"
 TOLERANCE = 4e-3  # rounding outputs to bfloat16 alone is 1.7e-3, weights another 1e-3
@@ -50,51 +48,30 @@ CASES = (
     Case(Shape(QWEN3_NEXT_80B, 16, 32768)),
     Case(Shape(LLAMA_3_1_8B, 16, 128)),  # so short that its time is what a call costs apart from the bytes
 )
-SWEPT = (CASES[0], CASES[1], CASES[2], CASES[5], CASES[6])
-TILINGS = {
-    128: [
-        gpu.Tiling(64, 2, 2),
-        gpu.Tiling(64, 3, 2),
-        gpu.Tiling(64, 4, 1),
-        gpu.Tiling(64, 6, 1),
-        gpu.Tiling(128, 3, 1),
-        gpu.Tiling(64, 2, 3),
-    ],
-    256: [gpu.Tiling(64, 2, 1), gpu.Tiling(64, 3, 1), gpu.Tiling(64, 1, 2)],
-}
 
 
 class Program(NamedTuple):
     """One row to measure."""
 
     case: Case
-    labels: dict[str, Any]
-    operation: Callable[..., jax.Array]
+    backend: Backend
+
+    @property
+    def operation(self) -> Callable[..., jax.Array]:
+        """The attention as a function of `arguments`."""
+        return partial(paged_attention, scale=self.case.shape.heads.head_dim**-0.5, backend=self.backend)
 
 
-def programs(sweep: bool) -> Iterator[Program]:
+def programs(quick: bool) -> Iterator[Program]:
     """Everything to measure."""
-    if choose_backend() == "reference":
-        for case in CASES:
-            small = case.shape._replace(batch=min(case.shape.batch, SMALL_BATCH), length=SMALL_LENGTH)
-            yield _program(Case(small, case.ragged), "reference")
-    elif sweep:
-        for case in SWEPT:
-            for tiling in TILINGS[case.shape.heads.head_dim]:
-                operation = partial(
-                    gpu.paged_attention_mosaic_gpu, scale=case.shape.heads.head_dim**-0.5, tiling=tiling
-                )
-                yield Program(case, {"backend": "mosaic_gpu", "tiling": tiling._asdict()}, operation)
-    else:
-        for case in CASES:
-            backend = choose_backend(**case.shape.heads._asdict(), page=case.shape.page, dtype=DTYPE)
-            for name in dict.fromkeys((backend, "reference")):
-                yield _program(case, name)
-
-
-def _program(case: Case, backend: Any) -> Program:
-    operation = partial(paged_attention, scale=case.shape.heads.head_dim**-0.5, backend=backend)
-    return Program(case, {"backend": backend}, operation)
+    is_plain = choose_backend() == "reference"
+    for case in CASES:
+        shape = case.shape
+        if is_plain or quick:
+            shape = shape._replace(batch=min(shape.batch, SMALL_BATCH), length=SMALL_LENGTH)
+        backend = choose_backend(**shape.heads._asdict(), page=shape.page, dtype=DTYPE)
+        for name in dict.fromkeys((backend, "reference")):
+            yield Program(Case(shape, case.ragged), name)
 
 
 def visible_rows(case: Case, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -132,8 +109,9 @@ def exact(
     )
 
 
-def measure(timer: DeviceTimer, selected: list[Program], seed: int, repeats: int, report: Callable) -> None:
+def measure(conditions: Conditions, report: Report) -> None:
     """Compile everything in parallel, then check and time one program after another and hand each row to `report`."""
+    seed, selected = conditions.seed, list(dict.fromkeys(programs(conditions.quick)))
     start = time.perf_counter()
     random = np.random.default_rng(seed)
     rows_of = {case: visible_rows(case, random) for case in dict.fromkeys(program.case for program in selected)}
@@ -150,7 +128,6 @@ def measure(timer: DeviceTimer, selected: list[Program], seed: int, repeats: int
         references = dict(zip(rows_of, pool.map(build_exact, rows_of), strict=True))
         compiled = list(pool.map(lambda program: build(program.case, program.operation), selected))
     print(f"compiled {len(compiled)} programs in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    bandwidth = CEILINGS.get(jax.devices()[0].device_kind, (None, None))[0]
     for case, (lengths, first) in rows_of.items():
         shape = case.shape
         heads, kv_heads, head_dim = shape.heads
@@ -171,38 +148,12 @@ def measure(timer: DeviceTimer, selected: list[Program], seed: int, repeats: int
             found = np.asarray(run(*sets[0]), np.float64)
             error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
             if not error <= TOLERANCE:
-                raise SystemExit(f"paged_attention {program.labels} {case}: relative error {error:.2e}")
-            median = timer.milliseconds(run, sets, repeats=repeats)
-            floor = moved / bandwidth * 1e3 if bandwidth else None
+                raise UniPrefillError(f"paged_attention {program.backend} {case}: relative error {error:.2e}")
+            median = conditions.timer.milliseconds(run, sets, repeats=conditions.repeats)
             report(
                 labels
-                | program.labels
-                | {"median_ms": median, "terabytes_per_second": moved / median / 1e9}
-                | {"floor_ms": floor, "share_of_floor": floor and floor / median, "relative_error": error}
+                | {"backend": program.backend, "terabytes_per_second": moved / median / 1e9}
+                | conditions.timing(median, moved=moved)
+                | {"relative_error": error}
             )
         del sets
-
-
-def main() -> None:
-    """Run the measurements and write one result file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--sweep", action="store_true", help="time other tilings of the GPU kernel instead")
-    options = parser.parse_args()
-    command = "python -m benchmarks.paged_attention" + (" --sweep" if options.sweep else "")
-    rows: list[dict[str, Any]] = [{"op": "ceilings", "seed": time.time_ns() % (1 << 31)}]
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        write_result(options.json, command, rows)  # after every row: a cut run keeps what it has
-        print(row, file=sys.stderr, flush=True)
-
-    timer = DeviceTimer()
-    if timer.on_accelerator:
-        rows[0]["resolution_ms"] = timer.resolution()
-    measure(timer, list(programs(options.sweep)), rows[0]["seed"], 3 if options.sweep else 7, add)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,32 +1,25 @@
-"""The gated delta rule against its floor and its rivals: python -m benchmarks.gated_delta_rule --json PATH [--quick].
+"""The gated delta rule against its floor and its rivals, and the causal convolution before it.
 
 Errors first, against the recurrence in float64 on fresh inputs, then device times of the whole operation and of what
-Qwen3-Next does around it (the causal convolution before it). A row's floor is the larger of its least bytes over the
-copy rate and its least matrix operations over the product rate of the device. Where PyTorch and flash-linear-attention
-are installed, their forward pass is timed on the same inputs in the same run (backend "flash_linear_attention").
+Qwen3-Next does around it. A row's floor is the larger of its least bytes over the copy rate and its least matrix
+operations over the product rate of the device. Where PyTorch and flash-linear-attention are installed, their forward
+pass is timed on the same inputs in the same run (backend "flash_linear_attention").
 """
 
-import argparse
 import statistics
-import sys
-import time
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import CEILINGS, cumulative_lengths
-from benchmarks.kernels_timing import DeviceTimer
 from pallas_kernels.gated_delta_rule import choose_backend, gated_delta_rule
 from pallas_kernels.gated_delta_rule.api import Backend
 from pallas_kernels.gated_delta_rule.chunks import CHUNK
 from pallas_kernels.gated_delta_rule.shapes import QWEN3_NEXT_80B, SHAPES, Shape
+from uniprefill_jax.bench.kernels.conditions import Conditions, Report, Row, cumulative_lengths
 from uniprefill_jax.models.gated_delta_net import causal_conv
-from uniprefill_jax.result_file import write_result
 
 XLA_UP_TO = 65536  # rows: beyond, the chunked form takes seconds and says nothing new
 ERROR_ROWS = 4096
@@ -135,52 +128,35 @@ def time_torch(shape: Shape, repeats: int) -> float:
     return statistics.median(samples)
 
 
-def main() -> None:
-    """Measure and write one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="file to write")
-    parser.add_argument("--quick", action="store_true", help="two short lengths, fewer repeats")
-    options = parser.parse_args()
-    seed = time.time_ns() % (1 << 31)
-    timer = DeviceTimer()
-    kernel = choose_backend()
-    rows: list[dict[str, Any]] = []
-    repeats = 3 if options.quick else 7
-
-    def add(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print(row, file=sys.stderr, flush=True)
-        write_result(options.json, "python -m benchmarks.gated_delta_rule", rows)
-
+def measure(conditions: Conditions, report: Report) -> None:
+    """Check the backends, then time one shape after another and hand each row to `report`."""
+    seed, timer, kernel = conditions.seed, conditions.timer, choose_backend()
     backends: tuple[Backend, ...] = ("xla",) if kernel == "xla" else (kernel, "xla")
     error_of = {backend: errors(backend, seed) for backend in backends}
-    copy_rate, product_rate = CEILINGS.get(jax.devices()[0].device_kind, (float("inf"), float("inf")))
     for shape in SHAPES:
-        if options.quick and (shape.rows > 8192 or shape.batch > 1):
+        if conditions.quick and (shape.rows > 8192 or shape.batch > 1):
             continue
         cu = jnp.asarray(cumulative_lengths(shape.batch, shape.rows // shape.batch))
         sets = [(*inputs(jax.random.key(seed + i), shape.rows), cu) for i in range(3)]
         moved, operations = least_work(shape)
-        floor = max(moved / copy_rate, operations / product_rate) * 1e3
         names = dict(zip(("heads", "kv_heads", "head_dim"), shape.heads, strict=False))
         labels = {"op": "gated_delta_rule", "n": shape.rows, "batch": shape.batch, **names, "dtype": "bfloat16"}
-
-        def report(backend: str, median: float, labels=labels, floor=floor, **more: float) -> None:
-            timing = {"median_ms": median, "floor_ms": floor, "share_of_floor": floor / median}
-            add(labels | {"backend": backend} | timing | more)
-
+        medians: dict[str, float] = {}
         for backend in backends:
             if backend == "xla" and shape.rows > XLA_UP_TO:
                 continue
             program = jax.jit(partial(gated_delta_rule, backend=backend)).lower(*sets[0]).compile()
-            report(backend, timer.milliseconds(program, sets, repeats=repeats), **error_of[backend])
+            medians[backend] = timer.milliseconds(program, sets, repeats=conditions.repeats)
         if timer.on_accelerator and find_spec("torch") and find_spec("fla"):
-            report("flash_linear_attention", time_torch(shape, repeats))
+            medians["flash_linear_attention"] = time_torch(shape, conditions.repeats)
+        for name, median in medians.items():
+            timing = conditions.timing(median, moved=moved, operations=operations)
+            report(labels | {"backend": name} | timing | error_of.get(name, {}))
         if shape.batch == 1:
-            add(_convolution_row(timer, shape, seed, copy_rate, repeats))
+            report(_convolution_row(conditions, shape))
 
 
-def _convolution_row(timer: DeviceTimer, shape: Shape, seed: int, copy_rate: float, repeats: int) -> dict[str, Any]:
+def _convolution_row(conditions: Conditions, shape: Shape) -> Row:
     """The causal convolution and its activation, split into queries, keys and values."""
     heads, key_heads, key_dim, value_dim = shape.heads
     ends = (key_heads * key_dim, 2 * key_heads * key_dim)
@@ -195,12 +171,8 @@ def _convolution_row(timer: DeviceTimer, shape: Shape, seed: int, copy_rate: flo
         weight = jax.random.normal(second, (CONVOLUTION_WIDTH, channels), jnp.bfloat16)
         return x, weight, jnp.zeros((shape.rows,), jnp.int32)
 
-    sets = [arguments(jax.random.key(seed + i)) for i in range(2)]
-    median = timer.milliseconds(jax.jit(convolve).lower(*sets[0]).compile(), sets, repeats=repeats)
-    floor = 4 * shape.rows * channels / copy_rate * 1e3
+    sets = [arguments(jax.random.key(conditions.seed + i)) for i in range(2)]
+    program = jax.jit(convolve).lower(*sets[0]).compile()
+    median = conditions.timer.milliseconds(program, sets, repeats=conditions.repeats)
     labels = {"op": "causal_conv_silu", "n": shape.rows, "batch": 1, "dtype": "bfloat16", "backend": "xla"}
-    return labels | {"median_ms": median, "floor_ms": floor, "share_of_floor": floor / median}
-
-
-if __name__ == "__main__":
-    main()
+    return labels | conditions.timing(median, moved=4 * shape.rows * channels)

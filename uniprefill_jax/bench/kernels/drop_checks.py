@@ -1,4 +1,4 @@
-"""Checks that the kernel benchmark runs before it measures anything, on whatever device it runs on."""
+"""Checks of the kernels of a drop, before anything is measured, on whatever device there is."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from pallas_kernels.compact_rows import compact_rows
 from pallas_kernels.platform import Backend
 from pallas_kernels.top_p_select import choose_backend as select_backend
 from pallas_kernels.top_p_select import top_p_select
+from uniprefill_jax.errors import UniPrefillError
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-3}
 
@@ -46,8 +47,9 @@ def accuracy(seed: int) -> list[dict[str, Any]]:
                 mass = np.asarray(_mass(queries, keys, scale, backend), np.float64)
                 error = float(np.abs(mass / exact - 1).max())
                 if not error <= TOLERANCES[dtype]:
-                    raise SystemExit(f"block_score {backend} {dtype} {heads}: relative error {error:.2e}")
-                rows.append({**heads._asdict(), "dtype": dtype, "backend": backend, "relative_error": error})
+                    raise UniPrefillError(f"block_score {backend} {dtype} {heads}: relative error {error:.2e}")
+                labels = {"op": "block_score, error", **heads._asdict(), "dtype": dtype, "backend": backend}
+                rows.append(labels | {"relative_error": error})
     return rows
 
 
@@ -110,15 +112,21 @@ def kept_sets(seed: int, batches: int) -> dict[str, Any]:
         totals += np.asarray(jax.device_get(program(scores, cu, top_p)), np.int64)
     differing, wrong_indices, not_identical, clear = (int(value) for value in totals)
     if differing or wrong_indices or not_identical:
-        raise SystemExit(
+        raise UniPrefillError(
             f"top_p_select {kernel}: {differing} kept sets and {wrong_indices} index lists differ from the reference, "
             f"{not_identical} repeats differ"
         )
-    return {"backend": kernel, "batches": batches, "requests_away_from_ties": clear, "differing": differing}
+    return {
+        "op": "top_p_select, kept sets",
+        "backend": kernel,
+        "batches": batches,
+        "requests_away_from_ties": clear,
+        "differing": differing,
+    }
 
 
-def repeats(seed: int) -> dict[str, bool]:
-    """Whether two runs on the same input give the same bits."""
+def repeats(seed: int) -> dict[str, Any]:
+    """Whether two runs on the same input give the same bits, by operation."""
     first, second, third = jax.random.split(jax.random.key(seed), 3)
     queries = jax.random.normal(first, (2, 128, 32, 128), jnp.bfloat16)
     keys = jax.random.normal(second, (8192, 8, 128), jnp.bfloat16)
@@ -136,4 +144,4 @@ def repeats(seed: int) -> dict[str, bool]:
         once, again = (jax.device_get(run(*arguments)) for _ in range(2))
         return all(np.array_equal(a, b) for a, b in zip(once, again, strict=True))
 
-    return {"block_score": same(score, queries, keys), "compact_rows": same(move, hidden)}
+    return {"op": "same bits twice", "block_score": same(score, queries, keys), "compact_rows": same(move, hidden)}
