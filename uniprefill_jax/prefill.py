@@ -30,6 +30,7 @@ from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, reques
 from uniprefill_jax.sparsify.cost import prefill_flops
 from uniprefill_jax.sparsify.drop import Drop, DropInputs, choose_tokens, compact
 from uniprefill_jax.sparsify.drop_layers import segments_of_layers
+from uniprefill_jax.sparsify.traffic import prefill_bytes
 
 # Larger chunks multiply faster; smaller ones waste fewer rows at the end of every segment, of which dense has one.
 CPU_ROW_CHUNK = 256
@@ -113,16 +114,38 @@ class PrefillPlan:
 
     def flops_by_step(self, positions: Sequence[np.ndarray]) -> dict[str, float]:
         """`flops`, by the names that the steps have in a trace."""
-        # A layer's feed-forward follows the layer's own drop, and the last one runs for one token.
-        after = [sum(drop <= layer for drop in self.drop_layers) for layer in range(self.model.num_layers)]
         window = min(self.config.window_tokens, len(positions[0]))
         return prefill_flops(
             self.model,
             [positions[segment] for segment in self.segment_of_layer],
-            [len(positions[segment]) for segment in after[:-1]] + [1],
+            [len(positions[segment]) for segment in self._segment_of_feed_forward[:-1]] + [1],
             window_meaning=self.config.sliding_window,
             scoring=[(window, len(positions[self.segment_of_layer[layer]])) for layer in self.drop_layers],
         )
+
+    def bytes_by_step(self, requests: Sequence[Sequence[np.ndarray]], itemsize: int) -> dict[str, float]:
+        """The least bytes that a batch moves, from the positions of every request's tokens in every segment.
+
+        `itemsize` is that of weights and activations; the steps are named as in `flops_by_step`.
+        """
+        tokens = [sum(map(len, segment)) for segment in zip(*requests, strict=True)]
+        window = sum(min(self.config.window_tokens, len(positions[0])) for positions in requests)
+        return prefill_bytes(
+            self.model,
+            itemsize,
+            [tokens[segment] for segment in self.segment_of_layer],
+            [tokens[segment] for segment in self._segment_of_feed_forward[:-1]] + [len(requests)],
+            len(requests),
+            scoring=[(window, tokens[self.segment_of_layer[layer]]) for layer in self.drop_layers],
+            compacted=tokens[1:],
+        )
+
+    @property
+    def _segment_of_feed_forward(self) -> list[int]:
+        """Which segment's rows enter each layer's feed-forward, which follows the layer's own drop; of the last layer's
+        only one row per request does.
+        """
+        return [sum(drop <= layer for drop in self.drop_layers) for layer in range(self.model.num_layers)]
 
     def dense_flops(self, positions: np.ndarray) -> float:
         """Operations of one request if no token is dropped."""

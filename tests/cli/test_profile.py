@@ -17,6 +17,7 @@ PROGRAM = """
   %c = (s32[], f32[8]{0}) parameter(0)
   %nameless_fusion = f32[8]{0} fusion(%c), kind=kLoop, calls=%fused
   %kernel.3 = (f32[8]{0}, f32[8]{0}) custom-call(%c), metadata={op_name="jit(f)/while/body/attention_full/mpmd"}
+  %dot.7 = f32[8]{0} dot(%c, %c), metadata={op_name="jit(f)/shared_expert/feed_forward/dot_general"}
   %copy.1 = f32[8]{0} copy(%c), metadata={op_name="jit(f)/while/body/add"}
   ROOT %all-reduce.5 = f32[8]{0} all-reduce(%c), metadata={op_name="jit(f)/while/body/attention_output/psum"}
 }
@@ -32,6 +33,7 @@ def test_steps_of_a_program():
     steps = steps_of(PROGRAM)
     assert steps["nameless_fusion"] == "experts", "a fusion without a name is of what is in it"
     assert steps["kernel.3"] == "attention_full"
+    assert steps["dot.7"] == "shared_expert", "a feed-forward layer too, but another step of the cost model"
     assert steps["all-reduce.5"] == "collectives"
     assert steps["copy.1"] == "other"
     assert steps["while.2"] is None
@@ -69,5 +71,6 @@ def test_a_real_trace(tmp_path, capsys):
         assert total >= 0.9 * (span - gaps), "something ran that is in no step"
         assert found.get("other", {"ms": 0})["ms"] < 0.3 * total
         assert found["feed_forward"]["tflops_per_second"] > 0
+        assert all(row["gb_per_second"] > 0 for step, row in found.items() if step not in ("select", "other"))
     assert "attention_full" in capsys.readouterr().out
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 2

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+SHARED_EXPERT = "shared_expert"
 # In the order in which a reader meets them; the innermost of these names in an instruction's scope is its step.
 STEPS = (
     "embedding",
@@ -33,7 +34,7 @@ STEPS = (
     "feed_forward",
     "router",
     "experts",
-    "shared_expert",
+    SHARED_EXPERT,
     "score",
     "select",
     "compact",
@@ -141,7 +142,10 @@ def _step_of_line(line: str, opcode: str, bodies: dict[str, str]) -> str | None:
 
 
 def _innermost(scope: str) -> str | None:
-    return next((part for part in reversed(scope.split("/")) if part in STEPS), None)
+    parts = scope.split("/")
+    if SHARED_EXPERT in parts:  # it is a feed-forward layer, and named so inside
+        return SHARED_EXPERT
+    return next((part for part in reversed(parts) if part in STEPS), None)
 
 
 def summarise(operations: list[Operation], steps: dict[str, str | None]) -> Profile:

@@ -123,10 +123,10 @@ class Method:
         # Asked for top_p = 1 the library drops nothing and so scores nothing; here the scoring is the point.
         scoring = replace(config, top_p=0.5) if scored_at_one else config
         drop_layers = resolve_drop_layers(scoring, llm.config)
-        dtype = DTYPES[llm.dtype]
+        self.dtype = DTYPES[llm.dtype]
         self.devices = _devices(llm)
         self.plan = PrefillPlan.for_batch(
-            llm.config, config, drop_layers, prompts.lengths, dtype, lengths_by, on_mesh=llm.mesh is not None
+            llm.config, config, drop_layers, prompts.lengths, self.dtype, lengths_by, on_mesh=llm.mesh is not None
         )
         self.compile_seconds = 0.0
         self._compiled: Any = None
@@ -188,6 +188,11 @@ class Method:
             for step, flops in self.plan.flops_by_step(positions).items():
                 total[step] += flops
         return dict(total)
+
+    @property
+    def bytes_by_step(self) -> dict[str, float]:
+        """The least bytes that the last run moved, by the same names."""
+        return self.plan.bytes_by_step(self.positions, np.dtype(self.dtype).itemsize)
 
     @property
     def positions(self) -> list[list[np.ndarray]]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from uniprefill_jax.bench.step_times import Profile
 
 DEFAULTS = UniPrefillConfig()
+TABLE_WIDTH = 100
 
 
 def profile(
@@ -53,9 +54,9 @@ def profile(
         program = method.prepare()
         folder = None if trace is None else trace / name
         profiles[name] = found = traced(program, method.program_text, folder)
-        operations = method.flops_by_step
+        operations, moved = method.flops_by_step, method.bytes_by_step
         for step, seconds in found.seconds.items():
-            flops = operations.get(step, 0.0)
+            flops, least_bytes = operations.get(step, 0.0), moved.get(step, 0.0)
             rows.append(
                 {
                     "arch": arch or model,
@@ -67,6 +68,7 @@ def profile(
                     "ms": round(seconds * 1e3, 4),
                     "operations": found.counts[step],
                     "tflops_per_second": round(flops / seconds * 1e-12, 2) if seconds else None,
+                    "gb_per_second": round(least_bytes / seconds * 1e-9, 3) if seconds else None,
                     "span_ms": round(found.span * 1e3, 4),
                     "gaps_ms": round(found.gaps * 1e3, 4),
                 }
@@ -77,10 +79,10 @@ def profile(
 
 
 def _show(profiles: dict[str, "Profile"], rows: list[dict[str, Any]]) -> None:
-    """Steps as rows; time, share of all operations' time and rate for every profile."""
+    """Steps as rows; time, share of all operations' time and rates for every profile."""
     table = Table("step", box=None, pad_edge=False)
     for name in profiles:
-        for column in (f"{name} ms", "share", "TFLOP/s"):
+        for column in (f"{name} ms", "share", "TFLOP/s", "GB/s"):
             table.add_column(column, justify="right")
     cells = {(row["method"], row["step"]): row for row in rows}
     for step in dict.fromkeys(row["step"] for row in rows):
@@ -88,15 +90,19 @@ def _show(profiles: dict[str, "Profile"], rows: list[dict[str, Any]]) -> None:
         for name, found in profiles.items():
             row = cells.get((name, step))
             if row is None:
-                line += ["", "", ""]
+                line += [""] * 4
                 continue
-            rate = row["tflops_per_second"]
+            rate, byte_rate = row["tflops_per_second"], row["gb_per_second"]
             share = found.seconds[step] / sum(found.seconds.values())
-            line += [f"{row['ms']:.3f}", f"{share:.1%}", f"{rate:.2f}" if rate else ""]
+            line += [f"{row['ms']:.3f}", f"{share:.1%}"]
+            line += [f"{rate:.2f}" if rate else "", f"{byte_rate:,.4g}" if byte_rate else ""]
         table.add_row(*line)
     for label, part in (("nothing running", "gaps"), ("from first to last", "span")):
         line = [label]
         for found in profiles.values():
-            line += [f"{getattr(found, part) * 1e3:.3f}", f"{getattr(found, part) / found.span:.1%}", ""]
+            line += [f"{getattr(found, part) * 1e3:.3f}", f"{getattr(found, part) / found.span:.1%}", "", ""]
         table.add_row(*line)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)  # a narrower one would cut the names of the steps
+    console.print(table)
+    console.print("Rates: operations by the cost model, and the least bytes that have to move.", style="dim")
