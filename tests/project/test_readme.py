@@ -67,17 +67,18 @@ def test_ttft_figures_are_those_of_the_result_file():
 
 def test_figures_of_tpus_are_those_of_the_result_file():
     rows = json.loads((ROOT / "benchmarks/results/tpu_aot.json").read_text())["rows"]
-    found = {}
+    found: dict[tuple[str, ...], list[dict]] = {}
     for row in rows:
         phase = {"uniprefill": "prefill, published rule", "dense": "prefill, dense"}[row["method"]]
+        # A decode step is compiled after each of the two; the table shows one of them.
         phase = phase if row["phase"] == "prefill" else "decode"
-        found[row["arch"], row["topology"], f"{row['n']:,}", phase] = row
+        found.setdefault((row["arch"], row["topology"], f"{row['n']:,}", phase), []).append(row)
     lines = re.findall(
         r"^\| ([\w.-]+) \| (v\w+:[\dx]+) \| ([\d,]+) \| ([^|]+) \| ([^|]+) \| (\d+) \| ([^|]+) \|$", README, re.M
     )
     assert len(lines) == len(found) >= 3
     for arch, topology, tokens, phase, memory, seconds, kernels in lines:
-        row = found[arch.lower(), topology, tokens, phase]
+        candidates = found[arch.lower(), topology, tokens, phase]
+        row = next(row for row in candidates if round(row["compile_cpu_s"]) == int(seconds))
         assert memory.split()[0] == f"{row['hbm_gib']:.2f}" if row["fits"] else "does not fit" in memory
-        assert int(seconds) == round(row["compile_cpu_s"])
         assert kernels == (", ".join(row.get("kernels", {})) or "none")
