@@ -253,8 +253,8 @@ def kernels(
 ) -> None:
     """Single kernels against their references, their rivals, and the least time that the hardware needs."""
     options.check_output(json_path)
-    from uniprefill_jax.bench.kernels import BENCHMARKS
-    from uniprefill_jax.bench.kernels.conditions import Conditions
+    from uniprefill_jax.bench.kernel_times import BENCHMARKS
+    from uniprefill_jax.bench.kernel_times.conditions import Conditions
     from uniprefill_jax.result_file import write_result
 
     chosen = only.split(",") if only else list(BENCHMARKS)

@@ -18,7 +18,7 @@ from pallas_kernels.gated_delta_rule import choose_backend, gated_delta_rule
 from pallas_kernels.gated_delta_rule.api import Backend
 from pallas_kernels.gated_delta_rule.chunks import CHUNK
 from pallas_kernels.gated_delta_rule.shapes import QWEN3_NEXT_80B, SHAPES, Shape
-from uniprefill_jax.bench.kernels.conditions import Conditions, Report, Row, cumulative_lengths
+from uniprefill_jax.bench.kernel_times.conditions import Conditions, Report, Row, cumulative_lengths
 from uniprefill_jax.models.gated_delta_net import causal_conv
 
 XLA_UP_TO = 65536  # rows: beyond, the chunked form takes seconds and says nothing new

@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels.grouped_matmul import choose_backend, grouped_gated_matmul, grouped_matmul
 from pallas_kernels.grouped_matmul.reference import ACTIVATIONS
 from pallas_kernels.grouped_matmul.shapes import SHAPES, Routing, Shape
-from uniprefill_jax.bench.kernels.conditions import Conditions, Report
+from uniprefill_jax.bench.kernel_times.conditions import Conditions, Report
 from uniprefill_jax.errors import UniPrefillError
 
 TOLERANCE = 4e-3  # relative, of bfloat16 results

@@ -24,8 +24,8 @@ from pallas_kernels.compact_rows.shapes import Shape as CompactShape
 from pallas_kernels.platform import Backend, Kernels
 from pallas_kernels.top_p_select import choose_backend as select_backend
 from pallas_kernels.top_p_select import top_p_select
-from uniprefill_jax.bench.kernels.conditions import Conditions, Report, cumulative_lengths
-from uniprefill_jax.bench.kernels.drop_checks import accuracy, kept_sets, repeats
+from uniprefill_jax.bench.kernel_times.conditions import Conditions, Report, cumulative_lengths
+from uniprefill_jax.bench.kernel_times.drop_checks import accuracy, kept_sets, repeats
 
 SINK, WINDOW, TOP_P, WIDTH = 128, 128, 0.9, 4096
 CACHED_BELOW = 32768  # rows: smaller inputs come in several sets, or the second run would find them in the cache

@@ -22,7 +22,7 @@ from pallas_kernels.paged_attention import choose_backend, paged_attention
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.shapes import GEMMA_3_12B, LLAMA_3_1_8B, QWEN3_NEXT_80B, Shape
 from pallas_kernels.platform import Backend
-from uniprefill_jax.bench.kernels.conditions import Conditions, Report
+from uniprefill_jax.bench.kernel_times.conditions import Conditions, Report
 from uniprefill_jax.errors import UniPrefillError
 
 DTYPE = "bfloat16"

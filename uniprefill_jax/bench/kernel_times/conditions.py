@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from uniprefill_jax.bench.kernels.timing import DeviceTimer
+from uniprefill_jax.bench.kernel_times.timing import DeviceTimer
 
 Row = dict[str, Any]
 Report = Callable[[Row], None]
@@ -22,6 +22,7 @@ class Rates(NamedTuple):
     product: float
 
 
+NEAR = 5  # times the timer's resolution
 # The best that was ever measured on such devices.
 CEILINGS = {"NVIDIA H200": Rates(4.3e12, 790e12)}
 
@@ -34,6 +35,7 @@ class Conditions:
         timer: of the default device.
         rates: what floors are reckoned with: CEILINGS, or for other devices what this run measures.
         measured: the rates that this run measures.
+        resolution_ms: what the timer cannot tell apart.
         seed: of all random inputs.
         quick: fewer and shorter inputs, fewer repeats.
     """
@@ -41,6 +43,7 @@ class Conditions:
     timer: DeviceTimer
     rates: Rates
     measured: Rates
+    resolution_ms: float
     seed: int
     quick: bool
 
@@ -50,7 +53,7 @@ class Conditions:
         timer = DeviceTimer()
         measured = Rates(_copy_rate(timer), timer.product_rate())
         rates = CEILINGS.get(jax.devices()[0].device_kind, measured)
-        return cls(timer, rates, measured, seed, quick or not timer.on_accelerator)
+        return cls(timer, rates, measured, timer.resolution(), seed, quick or not timer.on_accelerator)
 
     @property
     def repeats(self) -> int:
@@ -60,12 +63,16 @@ class Conditions:
     def ceilings_row(self) -> Row:
         """The row that says what the device does at best."""
         rates = {"copy_tb_per_s": self.measured.copy / 1e12, "bfloat16_product_tflops": self.measured.product / 1e12}
-        return {"op": "ceilings", "seed": self.seed, **rates, "resolution_ms": self.timer.resolution()}
+        return {"op": "ceilings", "seed": self.seed, **rates, "resolution_ms": self.resolution_ms}
 
     def timing(self, median_ms: float, *, moved: float = 0.0, operations: float = 0.0) -> Row:
-        """The part of a row that says how long it took, and the least that its bytes and operations take."""
+        """The part of a row that says how long it took, and the least that its bytes and operations take.
+
+        `near_resolution` marks times that scatter too much for a plot.
+        """
         floor = max(moved / self.rates.copy, operations / self.rates.product) * 1e3
-        return {"median_ms": median_ms, "floor_ms": floor, "share_of_floor": floor / median_ms}
+        row = {"median_ms": median_ms, "floor_ms": floor, "share_of_floor": floor / median_ms}
+        return row | ({"near_resolution": True} if median_ms < NEAR * self.resolution_ms else {})
 
 
 def _copy_rate(timer: DeviceTimer) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels.causal_attention import causal_attention, choose_backend
 from pallas_kernels.causal_attention.shapes import SHAPES, Shape
-from uniprefill_jax.bench.kernels.conditions import Conditions, Report, cumulative_lengths
+from uniprefill_jax.bench.kernel_times.conditions import Conditions, Report, cumulative_lengths
 
 DTYPE = "bfloat16"
 CHECKED_ROWS = 8

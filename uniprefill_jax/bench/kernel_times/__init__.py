@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from uniprefill_jax.bench.kernels import causal_attention, drop, gated_delta_rule, grouped_matmul, paged_attention
-from uniprefill_jax.bench.kernels.conditions import Conditions, Report
+from uniprefill_jax.bench.kernel_times import causal_attention, drop, gated_delta_rule, grouped_matmul, paged_attention
+from uniprefill_jax.bench.kernel_times.conditions import Conditions, Report
 
 # What can be measured, by the names of the command line.
 BENCHMARKS: dict[str, Callable[[Conditions, Report], None]] = {
