@@ -66,6 +66,20 @@ def test_what_cannot_be_shown_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "<script>alert(1)</script>" in page.by_id("not-shown").parents[-1].text and not page.all("script")
 
 
+def test_steps_of_a_profile_are_plotted_by_method(tmp_path: Path):
+    labels = {"arch": "a", "n": 8, "batch": 1, "dtype": "float32"}
+    rows = [
+        labels | {"method": method, "step": step, "ms": ms}
+        for method, times in {"dense": {"qkv": 3.5}, "top_p=0.5": {"qkv": 2.25, "score": 0.5}}.items()
+        for step, ms in times.items()
+    ]
+    content = {"command": "c", "date": "d", "device": "e", "versions": {"jax": "1"}, "rows": rows}
+    (tmp_path / "profile.json").write_text(json.dumps(content))
+    html, unreadable = build_report(tmp_path)
+    drawn = " ".join(element.text for element in Page(html).all("svg"))
+    assert unreadable == [] and all(text in drawn for text in ("top_p=0.5", "qkv", "score", "3.5", "2.25", "0.5"))
+
+
 def test_a_folder_without_results_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="holds no .json file"):
         build_report(tmp_path)

@@ -116,6 +116,27 @@ def _interference(file: ResultFile) -> Iterable[ReportFigure]:
     )
 
 
+def _steps(file: ResultFile) -> Iterable[ReportFigure]:
+    for (arch, length, batch, dtype), rows in _grouped(file.rows["steps"], "arch", "n", "batch", "dtype"):
+        names = list(dict.fromkeys(row["step"] for row in rows))
+        panels = [
+            Panel(
+                f"Time by step, {method}",
+                "prompt tokens",
+                "milliseconds",
+                [_series(row["step"], names.index(row["step"]), [row], "n", "ms") for row in own],
+            )
+            for (method,), own in _grouped(rows, "method")
+        ]
+        yield ReportFigure(
+            f"Time by step: {arch}, {dtype or 'dtype not named'}, {_prompts(batch)} of {length:,} tokens",
+            "One traced run. Rates: operations by the cost model, and the least bytes that have to move.",
+            _draw(panels, f"{file.name} steps {arch} {length} {batch} {dtype}"),
+            _table(rows),
+            file,
+        )
+
+
 def _kernels(file: ResultFile) -> Iterable[ReportFigure]:
     rows = file.rows["kernels"]
     timed = [row for row in rows if not row.get("near_resolution")]
@@ -179,6 +200,7 @@ BUILDERS: dict[str, Callable[[ResultFile], Iterable[ReportFigure]]] = {
     "ttft": _ttft,
     "throughput": _throughput,
     "interference": _interference,
+    "steps": _steps,
     "kernels": _kernels,
     "checks": _checks,
     "compiled": _compiled,

@@ -52,6 +52,7 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "throughput": lambda row: _labelled(row) and _numbers("n", "batch", "tokens_per_s")(row),
     "interference": lambda row: _labelled(row) and _numbers("n", "batch", "median_itl_busy_ms")(row),
     "ttft": lambda row: _labelled(row) and _numbers("n", "batch", "ttft_ms")(row),
+    "steps": lambda row: _labelled(row) and isinstance(row.get("step"), str) and _numbers("n", "ms")(row),
     "compiled": lambda row: (
         _labelled(row)
         and all(isinstance(row.get(name), str) for name in ("topology", "phase"))
