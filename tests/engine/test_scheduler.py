@@ -79,11 +79,12 @@ def drain(simulation: Simulation) -> None:
 
 
 def test_random_operations_leak_nothing():
-    before, reused = Simulation.operations, Simulation.reused_tokens
+    before, reused, packed = Simulation.operations, Simulation.reused_tokens, Simulation.packed
     run_state_machine_as_test(SchedulerMachine, settings=settings(max_examples=100, stateful_step_count=60))
     print(f"{Simulation.operations - before} operations, {Simulation.reused_tokens - reused} tokens reused")
     assert Simulation.operations - before >= 10_000
     assert Simulation.reused_tokens - reused >= 1000
+    assert Simulation.packed - packed >= 100
 
 
 def test_first_come_first_served_within_a_priority():

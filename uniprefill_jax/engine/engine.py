@@ -154,6 +154,7 @@ class Engine:
                 segments=segment_layers(self.llm.config, config, drop_layers),
                 carries=config.dropped_tokens == "carry",
                 prefix=prefix_shape(self.llm.config, config, drop_layers),
+                kind=(drop_layers, config.dropped_tokens, config.sliding_window),
             ),
             limit=limit,
             rank=(priority, self._submitted),
@@ -186,12 +187,11 @@ class Engine:
             entries = [(row.request.slot, row.request, row.request.dispatched - 1) for row in plan.decode]
             self._pending.append(_Pending(self.executor.decode(plan.decode), entries))
         for unit in plan.units:
-            first = self.executor.run(unit)
-            if first is not None:
-                self._pending.append(_Pending(first, [(0, unit.request, 0)]))
-                if unit.request.id in self._wants_report:
-                    self._reports[unit.request.id] = self.executor.report(unit.request)
-                self.executor.forget(unit.request)
+            for request, first in self.executor.run(unit):
+                self._pending.append(_Pending(first, [(0, request, 0)]))
+                if request.id in self._wants_report:
+                    self._reports[request.id] = self.executor.report(request)
+                self.executor.forget(request)
         for pending in before:
             events += self._read(pending)
         return events
