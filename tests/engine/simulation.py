@@ -161,7 +161,7 @@ class Simulation:
             self.states[piece.saved_state] = stamps(request, piece.start + piece.count)[-1] + shape.linear_layers
 
     def write(self, request: Request, start: int, count: int) -> None:
-        """Rows of the layers whose pages may be shared; afterwards these hold what they should, from the first row on."""
+        """Rows of the layers whose pages may be shared; afterwards these hold what they should, from row 0 on."""
         segment, page = request.pages.segments[0], self.config.page_size
         rows = np.arange(start + count)
         for layer in range(request.shape.prefix.layers):
@@ -213,7 +213,8 @@ class Simulation:
                 assert not request.blocks
             if request.pages is not None:
                 for segment in request.pages.segments:
-                    assert segment.length <= segment.ids.shape[1] * self.config.page_size < segment.length + 8 + 8
+                    length = segment.length + request.pages.appended
+                    assert length <= segment.ids.shape[1] * self.config.page_size < length + 8 + 8
 
     def check_blocks(self, blocks: set[CachedBlock]) -> None:
         """Blocks are used by those who say so, and hold the tokens of those who use them."""

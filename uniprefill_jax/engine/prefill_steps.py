@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
@@ -179,9 +178,7 @@ def load_rows(
     )
 
 
-def store_rows(
-    buffered: Float[Array, "R D"], x: Float[Array, "C D"], place: Int32[Array, "3"]
-) -> Float[Array, "R D"]:
+def store_rows(buffered: Float[Array, "R D"], x: Float[Array, "C D"], place: Int32[Array, "3"]) -> Float[Array, "R D"]:
     """Put a request's new hidden states back among its buffer's; `place` as for `load_rows`."""
     offsets = jnp.arange(x.shape[0], dtype=jnp.int32) - place[0]
     real = (offsets >= 0) & (offsets < place[2])
@@ -394,9 +391,7 @@ def _states_before(pools: CachePools, place: Array, members: Members) -> Recurre
     """The members' states in one layer; empty before a first chunk, whatever the slot held."""
     empty = members.first_rows == 0
     conv, recurrent = pools.conv[place, members.slots], pools.recurrent[place, members.slots]
-    return RecurrentCache(
-        jnp.where(empty[:, None, None], 0, conv), jnp.where(empty[:, None, None, None], 0, recurrent)
-    )
+    return RecurrentCache(jnp.where(empty[:, None, None], 0, conv), jnp.where(empty[:, None, None, None], 0, recurrent))
 
 
 def _write_state(pools: CachePools, place: Array, slots: Array, cache: RecurrentCache) -> CachePools:

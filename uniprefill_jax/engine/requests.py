@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int32
@@ -169,8 +169,7 @@ class PrefillReport:
     cut_margin: dict[int, float]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that became known in a step.
 
     Attributes:

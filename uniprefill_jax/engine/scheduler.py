@@ -1,16 +1,18 @@
 """Who gets pages, slots and the next step's token budget. Host bookkeeping only: nothing here touches the device.
 
 First come first served within a priority. A request is admitted when a slot is free and its worst case fits: every
-layer keeps the whole prompt. It is admitted only when its first chunk can run, so that it finds whatever those before it
-have left in the prefix cache. What a drop leaves over goes back at once. Generated tokens take pages as they grow; where
-none is left, not even in the prefix cache, the admitted request that ranks last gives all of its own back and waits to
-be computed again. The request that ranks first is never preempted and fits the pool alone, so every step makes progress.
+layer keeps the whole prompt. It is admitted only when its first chunk can run, so that it finds whatever those before
+it have left in the prefix cache. What a drop leaves over goes back at once. Generated tokens take pages as they grow;
+where none is left, not even in the prefix cache, the admitted request that ranks last gives all of its own back and
+waits to be computed again. The request that ranks first is never preempted and fits the pool alone, so every step makes
+progress. Requests that go through the same programs share chunks: few rows alone would waste the weights they read.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -61,8 +63,7 @@ class Unit:
     ends_chunk: bool
 
 
-@dataclass(frozen=True)
-class DecodeRow:
+class DecodeRow(NamedTuple):
     """One request's part of a decode step: the pages added for it as (layer, column, id)."""
 
     request: Request
@@ -164,7 +165,7 @@ class Scheduler:
                 continue
             assert request.pages is not None
             needed = request.pages.pages_for_next_token()
-            while request.admitted and not self._make_room(needed):
+            while needed and request.admitted and not self._make_room(needed):
                 self._preempt(self.admitted[-1], plan)
             if request.admitted:
                 plan.decode.append(DecodeRow(request, request.pages.append_token()))
