@@ -120,7 +120,8 @@ class EngineConfig:
         prefix_reuse: keep what was computed of a prompt up to its first drop (of a prompt without drops: all of it) for
             prompts that begin with the same tokens. It lies in pages that nobody needs otherwise: requests have
             precedence, and the least recently used goes first. Beside keys and values a prompt with drops keeps the
-            hidden states at its first drop layer, 2 / (KV heads * head size / hidden size) layers' worth of pages.
+            hidden states at its first drop layer: ceil(hidden size / (2 * KV heads * head size)) more layers' worth of
+            pages, in Llama-3.1-8B 2 beside 8.
         state_checkpoints: of a model with recurrent layers, states kept for prefix reuse: such a prefix can only be
             gone on with where one was kept. Each takes as much memory as the states of one more running request.
     """

@@ -78,7 +78,7 @@ def test_segments_take_the_pages_of_their_own_lengths():
     request = RequestPages(pages, page_size=8, num_layers=5)
     request.open_segment((0, 1), 33)
     request.open_segment((2, 3, 4), 16)
-    assert request.count == 2 * 5 + 3 * 2 == pages.used_pages
+    assert pages.used_pages == 2 * 5 + 3 * 2
     with pytest.raises(CacheError):
         request.open_segment((4,), 1)
     assert request.lengths().tolist() == [33, 33, 16, 16, 16]
@@ -92,5 +92,23 @@ def test_segments_take_the_pages_of_their_own_lengths():
     assert [(layer, column) for layer, column, _ in new] == [(2, 2), (3, 2), (4, 2)]
     assert request.pages_for_next_token() == 0 and request.lengths().tolist() == [34, 34, 17, 17, 17]
     request.free()
-    assert pages.used_pages == 0 and request.count == 0
+    assert pages.used_pages == 0 and not request.segments
     request.free()
+
+
+def test_shared_and_handed_over_pages_are_not_given_back():
+    freed: list[int] = []
+    pages = PageAllocator(32, on_free=lambda ids: freed.extend(ids.tolist()))
+    shared = pages.allocate(4).reshape(2, 2)
+    request = RequestPages(pages, page_size=8, num_layers=3)
+    request.open_segment((0, 1, 2), 30, shared)
+    assert pages.used_pages == 4 + 3 * 4 - 4
+    np.testing.assert_array_equal(request.device_table(4, 32)[:2, :2], shared)
+    with pytest.raises(CacheError, match="column 1"):
+        request.hand_over(1, 2)
+    given = request.hand_over(2, 2)
+    for _ in range(3):
+        request.append_token()
+    assert request.lengths().tolist() == [33] * 3 and pages.used_pages == 15
+    request.free()
+    assert len(freed) == 9 and not set(freed) & {*shared.reshape(-1).tolist(), *given.tolist()}

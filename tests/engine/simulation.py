@@ -4,30 +4,41 @@ Pages hold, in place of keys and values, a number that stands for the layer and 
 and read as the device would, in the order of the plan. A page that was freed holds nothing.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from uniprefill_jax.cache.prefix import CachedBlock, PrefixShape
 from uniprefill_jax.config import EngineConfig, SamplingConfig, UniPrefillConfig
-from uniprefill_jax.engine.requests import PrefillShape, Request, RequestState, StageRows
-from uniprefill_jax.engine.scheduler import Scheduler, StepPlan, Unit
+from uniprefill_jax.engine.requests import PartPrice, PrefillShape, Request, RequestState, StageRows
+from uniprefill_jax.engine.scheduler import Piece, Scheduler, StepPlan
 
 LAYERS = 6
+TWO_PARTS = (PartPrice(), PartPrice(row=1.5, seen=((None, 0.01),)))
+DENSE = PrefixShape(LAYERS, linear_layers=0, rows_of=None, recomputed=1)
+DROPPING = PrefixShape(layers=2, linear_layers=0, rows_of=1, recomputed=5)
 SHAPES = {
-    "dense": PrefillShape((StageRows("all", False),), (tuple(range(LAYERS)),), False, PrefixShape(LAYERS, 0, None, 1)),
+    "dense": PrefillShape((StageRows("all", False),), (tuple(range(LAYERS)),), False, DENSE, "dense"),
     "discard": PrefillShape(
-        (StageRows("all", True), StageRows("kept", True), StageRows("kept", False)),
+        (StageRows("all", True, TWO_PARTS), StageRows("kept", True), StageRows("kept", False, TWO_PARTS)),
         ((0, 1), (2, 3), (4, 5)),
         False,
-        PrefixShape(2, 0, 1, 5),
+        DROPPING,
+        "discard",
     ),
     "carry": PrefillShape(
         (StageRows("all", True), StageRows("kept", False), StageRows("all", True), StageRows("kept", False)),
         ((0, 1, 3), (2,), (4, 5)),
         True,
-        PrefixShape(2, 0, 1, 5),
+        DROPPING,
+        "carry",
     ),
     "recurrent": PrefillShape(
-        (StageRows("all", False),), (tuple(range(LAYERS)),), False, PrefixShape(LAYERS, 4, None, 1)
+        (StageRows("all", False, TWO_PARTS),),
+        (tuple(range(LAYERS)),),
+        False,
+        replace(DENSE, linear_layers=4),
+        "recurrent",
     ),
 }
 LAYER = 1 << 40
@@ -53,6 +64,7 @@ class Simulation:
 
     operations = 0
     reused_tokens = 0
+    packed = 0
 
     def __init__(self, config: EngineConfig, seed: int = 0, stops: float = 0.0):
         self.stops = stops
@@ -91,16 +103,21 @@ class Simulation:
                 self.scheduler.drop_read(request, int(self.random.integers(1, request.rows + 1)))
                 self.check()
         plan = self.scheduler.schedule()
-        assert sum(unit.count for unit in plan.units) <= self.config.prefill_chunk
+        for unit in plan.units:
+            assert sum(piece.count for piece in unit.pieces) <= self.config.prefill_chunk
+            assert len({piece.request.shape.kind for piece in unit.pieces}) == 1
         arrived, self.in_flight = self.in_flight, []
         for row in plan.decode:
             assert row.request.admitted
             self.in_flight.append((row.request, row.request.dispatched - 1))
             self.write(row.request, len(row.request.prompt) + row.request.dispatched - 2, 1)
         for unit in plan.units:
-            if unit.stage == 0:
-                self.run(unit)
-        self.in_flight += [(unit.request, 0) for unit in plan.units if unit.ends_prefill]
+            Simulation.packed += len(unit.pieces) > 1
+            for piece in unit.pieces:
+                if unit.stage == 0:
+                    self.run(piece, unit.part == 0, unit.ends_chunk)
+                if piece.ends_prefill:
+                    self.in_flight.append((piece.request, 0))
         self.check()
         for request, number in arrived:
             if request.ended or number < len(request.generated):
@@ -119,12 +136,12 @@ class Simulation:
             self.scheduler.finish(request, "cancelled")
             self.check()
 
-    def run(self, unit: Unit) -> None:
-        """A unit of the first stage: take over what is reused, write its own rows, see that all before them is right."""
-        request, shape = unit.request, unit.request.shape.prefix
+    def run(self, piece: Piece, begins: bool, ends: bool) -> None:
+        """Rows of the first stage: take over what is reused, write their own, see that all before them is right."""
+        request, shape = piece.request, piece.request.shape.prefix
         match, page = request.reused, self.config.page_size
         table = request.pages.segments[0].ids
-        if unit.start == match.tokens and match.tokens:
+        if begins and piece.start == match.tokens and match.tokens:
             Simulation.reused_tokens += match.tokens
             blocks = list(match.blocks)
             if match.partial is not None:
@@ -135,14 +152,16 @@ class Simulation:
             if shape.rows_of is not None:
                 rows = np.concatenate([self.pages[block.rows[shape.rows_of][0]] for block in blocks])
                 assert (rows[: match.tokens] == stamps(request, match.tokens) - 1).all()
-        self.write(request, unit.start, unit.count)
-        for column, ids in unit.saved_rows:
+        if not ends:
+            return
+        self.write(request, piece.start, piece.count)
+        for column, ids in piece.saved_rows:
             self.pages[ids] = stamps(request, (column + 1) * page)[-page:] - 1
-        if unit.saved_state >= 0:
-            self.states[unit.saved_state] = stamps(request, unit.start + unit.count)[-1] + shape.linear_layers
+        if piece.saved_state >= 0:
+            self.states[piece.saved_state] = stamps(request, piece.start + piece.count)[-1] + shape.linear_layers
 
     def write(self, request: Request, start: int, count: int) -> None:
-        """Rows of the layers whose pages may be shared; afterwards these hold what they should, from the first row on."""
+        """Rows of the layers whose pages may be shared; afterwards these hold what they should, from row 0 on."""
         segment, page = request.pages.segments[0], self.config.page_size
         rows = np.arange(start + count)
         for layer in range(request.shape.prefix.layers):
@@ -194,7 +213,8 @@ class Simulation:
                 assert not request.blocks
             if request.pages is not None:
                 for segment in request.pages.segments:
-                    assert segment.length <= segment.ids.shape[1] * self.config.page_size < segment.length + 8 + 8
+                    length = segment.length + request.pages.appended
+                    assert length <= segment.ids.shape[1] * self.config.page_size < length + 8 + 8
 
     def check_blocks(self, blocks: set[CachedBlock]) -> None:
         """Blocks are used by those who say so, and hold the tokens of those who use them."""

@@ -108,7 +108,7 @@ def test_in_flight_together_with_a_cancelled_owner():
 
 
 def test_eviction_and_preemption_of_sharers():
-    """A pool with room for little more than one request: whatever is kept goes when it is needed, and nothing breaks."""
+    """A pool with room for little more than one request: what is kept goes when it is needed, and nothing breaks."""
     llm = tiny("llama")
     small = replace(CONFIG, pool_pages=120)
     engine, off = poisoned_engine(llm, small), poisoned_engine(llm, OFF)

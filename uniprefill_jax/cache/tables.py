@@ -14,7 +14,7 @@ class SegmentTable:
 
     Attributes:
         layers: the segment's layers, numbered among the model's attention layers.
-        length: tokens that every one of them holds.
+        length: tokens that every one of them held when the segment was opened.
         ids: page numbers, one row per layer; column j holds tokens [j * page_size, (j + 1) * page_size).
         owned: which of them are this request's alone; the others belong to the prefix cache.
     """
@@ -26,11 +26,19 @@ class SegmentTable:
 
 
 class RequestPages:
-    """All pages of one request, taken from and given back to one allocator."""
+    """All pages of one request, taken from and given back to one allocator.
+
+    Attributes:
+        segments: page tables.
+        num_layers: attention layers of the model.
+        appended: tokens that every layer holds behind those.
+    """
 
     def __init__(self, allocator: PageAllocator, page_size: int, num_layers: int):
         self.segments: list[SegmentTable] = []
         self.num_layers = num_layers
+        self.appended = 0
+        self._room = 0  # tokens that can be appended before any segment needs a page
         self._allocator = allocator
         self._page_size = page_size
 
@@ -54,6 +62,7 @@ class RequestPages:
             owned[place], ids[place] = False, shared
         ids[owned] = self._allocator.allocate(int(owned.sum()))
         self.segments.append(SegmentTable(tuple(layers), length, ids, owned))
+        self._measure_room()
 
     def hand_over(self, column: int, layers: int) -> Int32[np.ndarray, " layers"]:
         """Pages of a column, of the first segment's leading layers, that become the prefix cache's; still readable."""
@@ -65,19 +74,23 @@ class RequestPages:
 
     def pages_for_next_token(self) -> int:
         """Pages that one more token of every layer needs."""
-        return sum(len(segment.layers) for segment in self._full_segments())
+        return 0 if self._room else sum(len(segment.layers) for segment in self._full_segments())
 
     def append_token(self) -> list[tuple[int, int, int]]:
         """Make room for one more token in every layer; the new pages as (layer, column, id)."""
         new = []
+        if self._room:
+            self.appended += 1
+            self._room -= 1
+            return new
         for segment in self._full_segments():
             column = segment.ids.shape[1]
             ids = self._allocator.allocate(len(segment.layers))
             segment.ids = np.concatenate([segment.ids, ids[:, None]], axis=1)
             segment.owned = np.concatenate([segment.owned, np.ones((len(ids), 1), bool)], axis=1)
             new += [(layer, column, int(page)) for layer, page in zip(segment.layers, ids, strict=True)]
-        for segment in self.segments:
-            segment.length += 1
+        self.appended += 1
+        self._measure_room()
         return new
 
     def free(self) -> None:
@@ -97,11 +110,17 @@ class RequestPages:
         """Tokens that every attention layer holds; 0 for layers whose segment is not open."""
         lengths = np.zeros(self.num_layers, np.int32)
         for segment in self.segments:
-            lengths[list(segment.layers)] = segment.length
+            lengths[list(segment.layers)] = segment.length + self.appended
         return lengths
 
     def _full_segments(self) -> list[SegmentTable]:
-        return [segment for segment in self.segments if segment.length == segment.ids.shape[1] * self._page_size]
+        return [segment for segment in self.segments if not self._free_places(segment)]
+
+    def _free_places(self, segment: SegmentTable) -> int:
+        return segment.ids.shape[1] * self._page_size - segment.length - self.appended
+
+    def _measure_room(self) -> None:
+        self._room = min(map(self._free_places, self.segments))
 
 
 def pages_of(tokens: int, page_size: int) -> int:

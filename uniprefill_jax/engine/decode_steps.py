@@ -189,7 +189,7 @@ def decode_step(
 
             def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, CachePools]:
                 lengths = jnp.where(runs, before + 1, 0)
-                places = RowPlaces(table, before, runs)
+                places = RowPlaces(table, rows, before, runs)
                 attention = partial(paged_attention, scale=scale)
                 return write_and_attend(attention, pools, (queries, keys, values), places, lengths, first)
 

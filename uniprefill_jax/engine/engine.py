@@ -7,7 +7,7 @@ the host to look at a token.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -154,6 +154,7 @@ class Engine:
                 segments=segment_layers(self.llm.config, config, drop_layers),
                 carries=config.dropped_tokens == "carry",
                 prefix=prefix_shape(self.llm.config, config, drop_layers),
+                kind=(drop_layers, config.dropped_tokens, config.sliding_window),
             ),
             limit=limit,
             rank=(priority, self._submitted),
@@ -186,12 +187,11 @@ class Engine:
             entries = [(row.request.slot, row.request, row.request.dispatched - 1) for row in plan.decode]
             self._pending.append(_Pending(self.executor.decode(plan.decode), entries))
         for unit in plan.units:
-            first = self.executor.run(unit)
-            if first is not None:
-                self._pending.append(_Pending(first, [(0, unit.request, 0)]))
-                if unit.request.id in self._wants_report:
-                    self._reports[unit.request.id] = self.executor.report(unit.request)
-                self.executor.forget(unit.request)
+            for request, first in self.executor.run(unit):
+                self._pending.append(_Pending(first, [(0, request, 0)]))
+                if request.id in self._wants_report:
+                    self._reports[request.id] = self.executor.report(request)
+                self.executor.forget(request)
         for pending in before:
             events += self._read(pending)
         return events
@@ -252,21 +252,21 @@ class Engine:
         return tuple(part_price(self.llm.config, part) for part in stage_parts(self.llm.config, stage))
 
     def _read(self, pending: _Pending) -> list[Event]:
-        tokens = np.asarray(pending.drawn.tokens)
+        tokens = np.asarray(pending.drawn.tokens).tolist()
         logprobs = jax.device_get(pending.drawn.logprobs)
         events = []
         for place, request, number in pending.entries:
             # It may have ended since, or be computing tokens again that were already handed out.
             if request.ended or number < len(request.generated):
                 continue
-            token, text = int(tokens[place]), self._texts[request.id]
+            token, text = tokens[place], self._texts[request.id]
             request.generated.append(token)
             event = Event(request.id, "token", token, text.push(token))
             if logprobs is not None and request.logprobs is not None:
                 likeliest = logprobs.likeliest[place, : request.logprobs].tolist()
                 values = logprobs.values[place, : request.logprobs].tolist()
                 alternatives = tuple(zip(likeliest, values, strict=True))
-                event = replace(event, logprob=float(logprobs.drawn[place]), alternatives=alternatives)
+                event = event._replace(logprob=float(logprobs.drawn[place]), alternatives=alternatives)
             events.append(event)
             if text.ended:
                 fraction, reused = kept_fraction(request), request.reused.tokens

@@ -24,21 +24,25 @@ from uniprefill_jax.engine.decode_steps import (
     window_layers,
 )
 from uniprefill_jax.engine.prefill_steps import (
+    Chunk,
     DropOutcome,
     LayerPlaces,
+    Members,
     RowBuffer,
     drop_rows,
+    empty_chunk,
     last_positions,
-    load_chunk,
+    last_queries,
+    load_rows,
     put_back,
     run_stage,
     start_rows,
-    store_chunk,
+    store_rows,
 )
 from uniprefill_jax.engine.prefix_steps import copy_pages, copy_state, restore_rows, save_rows
 from uniprefill_jax.engine.programs import StepPrograms
-from uniprefill_jax.engine.requests import PrefillReport, Request
-from uniprefill_jax.engine.scheduler import DecodeRow, Unit
+from uniprefill_jax.engine.requests import Pack, PrefillReport, Request
+from uniprefill_jax.engine.scheduler import MOST_MEMBERS, DecodeRow, Piece, Unit
 from uniprefill_jax.engine.stages import Stage, prefill_stages, stage_parts, stage_program
 from uniprefill_jax.llm import DTYPES, LLM
 from uniprefill_jax.sampling import Drawn, SamplingKind, SamplingNumbers, token_logprobs
@@ -74,6 +78,51 @@ class _Rows:
     outcomes: list[DropOutcome] = field(default_factory=list)
     logits: jax.Array | None = None
 
+    def buffer(self, stage: Stage) -> RowBuffer:
+        """The rows that a stage runs on."""
+        buffer = self.all_rows if stage.rows == "all" else self.kept_rows
+        assert buffer is not None
+        return buffer
+
+
+@dataclass
+class _Packed:
+    """A chunk on the device, on its way through a stage.
+
+    Attributes:
+        chunk: its rows.
+        numbers: by request id, whose rows come first, second, ...
+        cu_seqlens: where they begin, and where the last end, as often as there are members.
+        members: how many there may be: 1, or as many as packs have at most, so that programs are few.
+    """
+
+    chunk: Chunk
+    numbers: dict[int, int]
+    cu_seqlens: np.ndarray
+    members: int
+
+    @classmethod
+    def of(cls, pieces: tuple[Piece, ...], chunk: Chunk) -> "_Packed":
+        """The layout of these pieces, in this order."""
+        members = 1 if len(pieces) == 1 else MOST_MEMBERS
+        counts = np.zeros(members + 1, np.int32)
+        counts[1 : 1 + len(pieces)] = [piece.count for piece in pieces]
+        numbers = {piece.request.id: number for number, piece in enumerate(pieces)}
+        return cls(chunk, numbers, np.cumsum(counts, dtype=np.int32), members)
+
+    def place(self, piece: Piece) -> np.ndarray:
+        """Where in the chunk a piece begins, its first row and its number of rows."""
+        return np.asarray([self.cu_seqlens[self.numbers[piece.request.id]], piece.start, piece.count], np.int32)
+
+    def present(self, pieces: tuple[Piece, ...], no_slot: int) -> Members:
+        """The members, of whom only these pieces' are still there."""
+        counts, first_rows = np.zeros((2, self.members), np.int32)
+        slots = np.full(self.members, no_slot, np.int32)
+        for piece in pieces:
+            number = self.numbers[piece.request.id]
+            counts[number], first_rows[number], slots[number] = piece.count, piece.start, piece.request.slot + 1
+        return Members(self.cu_seqlens, counts, first_rows, slots)  # pyright: ignore[reportArgumentType]
+
 
 class Executor:
     """The device's side of the engine.
@@ -102,8 +151,11 @@ class Executor:
         self.identity = repr((llm.config, llm.dtype, config.page_size, shards))
         self.slots = self._programs.make(partial(empty_slots, llm.config, slots, self.max_pages, config.pool_pages))
         self._rows: dict[int, _Rows] = {}
+        self._packed: dict[Pack, _Packed] = {}
         self.chunk_sizes = _chunk_sizes(config.prefill_chunk)
         shape = (len(attention_layers(llm.config)), config.max_running)
+        no_table = np.full((len(attention_layers(llm.config)), self.max_pages), config.pool_pages, np.int32)
+        self._no_table = self._programs.put(no_table)
         self._no_new_pages = self._programs.put(np.full(shape, config.pool_pages, np.int32))
 
     @property
@@ -134,43 +186,78 @@ class Executor:
     def forget(self, request: Request) -> None:
         """Drop what the device holds of a request's prefill, finished or not."""
         self._rows.pop(request.id, None)
+        for pack in [pack for pack in self._packed if not pack.members]:
+            del self._packed[pack]
 
-    def run(self, unit: Unit) -> Drawn | None:
-        """Dispatch one unit; the first token, not yet computed, where it ends the prefill."""
-        request = unit.request
-        # Only now, not when it is admitted: hidden states of prompts that wait for their turn would fill the memory.
-        rows = self._rows.get(request.id) or self._begin(request)
-        stage = rows.stages[unit.stage]
-        buffer = rows.all_rows if stage.rows == "all" else rows.kept_rows
-        assert buffer is not None
-        size = next(size for size in self.chunk_sizes if size >= unit.count)
-        meaning = request.config.sliding_window
-        windows = LayerPlaces(self.model).windows
-        load = self._programs.get(
-            ("load", size, meaning), partial(load_chunk, size=size, windows=windows, window_meaning=meaning)
-        )
-        chunk = load(buffer, np.int32(unit.start), np.int32(unit.count))
+    def run(self, unit: Unit) -> list[tuple[Request, Drawn]]:
+        """Dispatch one unit; the first tokens, not yet computed, of requests whose prefill it ends."""
+        # Only now, not when they are admitted: hidden states of prompts that wait their turn would fill the memory.
+        all_rows = [self._rows.get(piece.request.id) or self._begin(piece.request) for piece in unit.pieces]
+        stage = all_rows[0].stages[unit.stage]
+        packed = self._packed.get(unit.pack)
+        if packed is None:
+            packed = self._packed[unit.pack] = self._load(unit.pieces, all_rows, stage)
         part = stage_parts(self.model, stage)[unit.part]
         program = stage_program(self.model, part)
         layers = np.asarray([part.feed_forward or 0, part.first, part.last or 0], np.int32)
         run = self._programs.with_model(("stage", program), partial(run_stage, program), donate=(1,))
-        x, self.pools, rows.queries = run(
-            self.pools, chunk, rows.page_tables, np.int32(request.slot + 1), rows.queries, layers
+        tables = [self._no_table] * packed.members
+        for piece, rows in zip(unit.pieces, all_rows, strict=True):
+            tables[packed.numbers[piece.request.id]] = rows.page_tables
+        x, self.pools, queries = run(
+            self.pools, packed.chunk, packed.present(unit.pieces, self.num_states + 1), tuple(tables), layers
         )
-        if unit.saved_state >= 0:
-            self._copy_state(request.slot + 1, self._checkpoint(unit.saved_state))
-        if unit.ends_prefill:
-            return self._join(request, rows, x, unit.count - 1)
-        buffer = replace(buffer, x=self._programs.get(("store",), store_chunk, donate=(0,))(buffer.x, x, chunk))
-        if unit.saved_rows:
-            self._save_rows(unit, buffer)
+        packed.chunk = replace(packed.chunk, x=x)
+        if not unit.ends_chunk:
+            return []
+        del self._packed[unit.pack]
+        ended = []
+        for piece, rows in zip(unit.pieces, all_rows, strict=True):
+            first = self._end_chunk(piece, rows, stage, x, queries, packed.place(piece))
+            if first is not None:
+                ended.append((piece.request, first))
+        return ended
+
+    def _load(self, pieces: tuple[Piece, ...], all_rows: list[_Rows], stage: Stage) -> _Packed:
+        """Rows of the pieces in one chunk."""
+        total = sum(piece.count for piece in pieces)
+        size = next(size for size in self.chunk_sizes if size >= total)
+        windows = LayerPlaces(self.model).windows
+        meaning = pieces[0].request.config.sliding_window
+        empty = self._programs.get(
+            ("empty", size, self._dtype),
+            partial(empty_chunk, size, self.model.hidden_size, self._dtype, len(windows)),
+        )
+        packed = _Packed.of(pieces, empty())
+        load = self._programs.get(
+            ("load", meaning), partial(load_rows, windows=windows, window_meaning=meaning), donate=(0,)
+        )
+        for piece, rows in zip(pieces, all_rows, strict=True):
+            packed.chunk = load(packed.chunk, rows.buffer(stage), packed.place(piece))
+        return packed
+
+    def _end_chunk(
+        self, piece: Piece, rows: _Rows, stage: Stage, x: jax.Array, queries: jax.Array | None, place: np.ndarray
+    ) -> Drawn | None:
+        """What follows a chunk that has gone through a stage, for one of its requests."""
+        request = piece.request
+        if piece.saved_state >= 0:
+            self._copy_state(request.slot + 1, self._checkpoint(piece.saved_state))
+        if piece.ends_prefill:
+            return self._join(request, rows, x, place[0] + piece.count - 1)
+        buffer = rows.buffer(stage)
+        buffer = replace(buffer, x=self._programs.get(("store",), store_rows, donate=(0,))(buffer.x, x, place))
+        if stage.drops:
+            rows.queries = self._programs.get(("queries",), last_queries)(rows.queries, queries, place)
+        if piece.saved_rows:
+            self._save_rows(piece, buffer)
         if stage.rows == "all":
             rows.all_rows = buffer
         else:
             rows.kept_rows = buffer
-        if unit.ends_stage and stage.drops:
-            self._drop(request, rows, stage, buffer, unit.start + unit.count)
-        elif unit.ends_stage:
+        if piece.ends_stage and stage.drops:
+            self._drop(request, rows, stage, buffer, piece.start + piece.count)
+        elif piece.ends_stage:
             last = rows.outcomes[-1]
             assert rows.all_rows is not None
             x = self._programs.get(("put_back",), put_back, donate=(0,))(rows.all_rows.x, buffer.x, last.indices)
@@ -255,12 +342,12 @@ class Executor:
         restore = self._programs.get(("restore_rows",), restore_rows, donate=(1,))
         return replace(buffer, x=restore(self.pools, buffer.x, ids, np.int32(match.tokens)))
 
-    def _save_rows(self, unit: Unit, buffer: RowBuffer) -> None:
-        """Write rows that a unit has finished to pages of the prefix cache."""
+    def _save_rows(self, piece: Piece, buffer: RowBuffer) -> None:
+        """Write rows that a chunk has finished to pages of the prefix cache."""
         most = self.chunk_sizes[-1] // self.config.page_size + 1
         columns = np.full(most, np.iinfo(np.int32).max, np.int32)
         ids = np.full((most, self.row_pages), self.config.pool_pages, np.int32)
-        for place, (column, pages) in enumerate(unit.saved_rows):
+        for place, (column, pages) in enumerate(piece.saved_rows):
             columns[place], ids[place] = column, pages
         self.pools = self._programs.get(("save_rows",), save_rows, donate=(0,))(self.pools, buffer.x, columns, ids)
 

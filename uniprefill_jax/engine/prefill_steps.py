@@ -1,7 +1,8 @@
 """The device's side of a stepped prefill: the pieces that the executor compiles (notes: algorithm, "Chunked prefill").
 
-Rows of the prompt wait in a buffer between stages. A chunk is loaded from it, run through a stage against the pages of
-the stage's layers, and stored back; when a stage is through, the drop scores, selects and compacts the buffer.
+Rows of a prompt wait in a buffer between stages. A chunk is loaded from one or more of these, run through a stage
+against the pages of the stage's layers, and stored back; when a stage is through, the drop scores, selects and compacts
+the buffer.
 """
 
 from collections.abc import Callable
@@ -9,17 +10,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.chunk_attention import ChunkRows, chunk_attention
+from pallas_kernels.chunk_attention.rows import ALIGNMENT
 from uniprefill_jax.cache.pools import CachePools, attention_layers, linear_layers
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.engine.stages import StageProgram
 from uniprefill_jax.models.attention import Attention
+from uniprefill_jax.models.batch import request_of_row
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
@@ -44,31 +46,51 @@ class RowBuffer:
 
 @struct.dataclass
 class Chunk:
-    """Rows on their way through a stage.
+    """Rows of one or more requests on their way through a stage, one request's after the other's.
 
     Attributes:
         x: hidden states; zero in padding rows.
         positions: original positions.
-        rows: row numbers in the stage.
-        first_visible: for every distinct window of the model, the first row that each row sees.
-        count: real rows; the rest is padding.
+        first_visible: for every distinct window of the model, the first row of its request that each row sees.
     """
 
     x: Float[Array, "C D"]
     positions: Int32[Array, " C"]
-    rows: Int32[Array, " C"]
     first_visible: tuple[Int32[Array, " C"], ...]
-    count: Int32[Array, ""]
 
-    @property
-    def real(self) -> Bool[Array, " C"]:
-        """Which rows are not padding."""
-        return jnp.arange(self.rows.shape[0]) < self.count
 
-    @property
-    def chunk_rows(self) -> ChunkRows:
-        """All of it are one request's."""
-        return ChunkRows(jnp.zeros(1, jnp.int32), self.count[None], self.rows[:1])
+class Members(NamedTuple):
+    """Whose rows a chunk holds, one entry for every request; those that are not needed have no rows.
+
+    A request that has left since the chunk was begun has a count of 0: its rows go along and leave nothing behind.
+
+    Attributes:
+        cu_seqlens: request r owns places ``[cu_seqlens[r], cu_seqlens[r+1])`` of the chunk.
+        counts: how many rows that are.
+        first_rows: number of the first of them among all rows of the request's stage.
+        slots: recurrent slots; out of range for those that are not there.
+    """
+
+    cu_seqlens: Int32[Array, " R+1"]
+    counts: Int32[Array, " R"]
+    first_rows: Int32[Array, " R"]
+    slots: Int32[Array, " R"]
+
+    def of_rows(self, size: int) -> "MemberRows":
+        """The same for each of a chunk's rows."""
+        places = jnp.arange(size, dtype=jnp.int32)
+        request = jnp.minimum(request_of_row(self.cu_seqlens, places), self.counts.shape[0] - 1)
+        offsets = places - self.cu_seqlens[request]
+        return MemberRows(request, offsets, self.first_rows[request] + offsets, offsets < self.counts[request])
+
+
+class MemberRows(NamedTuple):
+    """For every row of a chunk: its request, how many of its rows lie before it there, its number, if it is real."""
+
+    request: Int32[Array, " C"]
+    offsets: Int32[Array, " C"]
+    rows: Int32[Array, " C"]
+    real: Bool[Array, " C"]
 
 
 class DropOutcome(NamedTuple):
@@ -120,38 +142,58 @@ def start_rows(model: CausalLM, tokens: Int32[Array, " R"], length: Int32[Array,
     return RowBuffer(x, jnp.where(real, rows, NOWHERE), jnp.zeros(tokens.shape[0], jnp.float32))
 
 
-def load_chunk(
+def empty_chunk(size: int, width: int, dtype: jnp.dtype, num_windows: int) -> Chunk:
+    """A chunk without rows, of hidden states of `width`."""
+    positions, *firsts = (jnp.zeros(size, jnp.int32) for _ in range(1 + num_windows))
+    return Chunk(jnp.zeros((size, width), dtype), positions, tuple(firsts))
+
+
+def load_rows(
+    chunk: Chunk,
     buffer: RowBuffer,
-    start: Int32[Array, ""],
-    count: Int32[Array, ""],
+    place: Int32[Array, "3"],
     *,
-    size: int,
     windows: tuple[int | None, ...],
     window_meaning: Literal["position", "kept"],
 ) -> Chunk:
-    """Rows [start, start + count) of a buffer."""
-    offsets = jnp.arange(size, dtype=jnp.int32)
-    rows = start + offsets
+    """The chunk with rows of a buffer in it; `place`: from where in the chunk, the first row and how many."""
+    offsets = jnp.arange(chunk.x.shape[0], dtype=jnp.int32) - place[0]
+    rows = place[1] + offsets
+    real = (offsets >= 0) & (offsets < place[2])
     # Padding reads past the end of any buffer: it gets zeros, not whatever follows.
-    wanted = jnp.where(offsets < count, rows, NOWHERE)
+    wanted = jnp.where(real, rows, NOWHERE)
     x = buffer.x.at[wanted].get(mode="fill", fill_value=0)
     positions = buffer.positions.at[wanted].get(mode="fill", fill_value=0)
     first_visible = []
-    for window in windows:
+    for window, before in zip(windows, chunk.first_visible, strict=True):
         if window is None:
-            first_visible.append(jnp.zeros_like(rows))
+            first = jnp.zeros_like(rows)
         elif window_meaning == "kept":
-            first_visible.append(jnp.maximum(rows - window + 1, 0))
+            first = jnp.maximum(rows - window + 1, 0)
         else:
-            first = jnp.searchsorted(buffer.positions, positions - window + 1, side="left")
-            first_visible.append(first.astype(jnp.int32))
-    return Chunk(x, positions, rows, tuple(first_visible), count)
+            first = jnp.searchsorted(buffer.positions, positions - window + 1, side="left").astype(jnp.int32)
+        first_visible.append(jnp.where(real, first, before))
+    return Chunk(
+        jnp.where(real[:, None], x, chunk.x), jnp.where(real, positions, chunk.positions), tuple(first_visible)
+    )
 
 
-def store_chunk(buffered: Float[Array, "R D"], x: Float[Array, "C D"], chunk: Chunk) -> Float[Array, "R D"]:
-    """Put a chunk's new hidden states back among the buffer's; padding goes nowhere."""
-    wanted = jnp.where(chunk.real, chunk.rows, NOWHERE)
-    return buffered.at[wanted].set(x, mode="drop")
+def store_rows(buffered: Float[Array, "R D"], x: Float[Array, "C D"], place: Int32[Array, "3"]) -> Float[Array, "R D"]:
+    """Put a request's new hidden states back among its buffer's; `place` as for `load_rows`."""
+    offsets = jnp.arange(x.shape[0], dtype=jnp.int32) - place[0]
+    real = (offsets >= 0) & (offsets < place[2])
+    return buffered.at[jnp.where(real, place[1] + offsets, NOWHERE)].set(x, mode="drop")
+
+
+def last_queries(
+    before: Float[Array, "n H d"], queries: Float[Array, "C H d"], place: Int32[Array, "3"]
+) -> Float[Array, "n H d"]:
+    """The last n queries of (those before, a request's in a chunk); `place` as for `load_rows`."""
+    number = before.shape[0]
+    offsets = place[2] - number + jnp.arange(number, dtype=jnp.int32)
+    new = queries.at[jnp.where(offsets >= 0, place[0] + offsets, NOWHERE)].get(mode="fill", fill_value=0)
+    old = before.at[jnp.where(offsets < 0, number + offsets, NOWHERE)].get(mode="fill", fill_value=0)
+    return jnp.where((offsets >= 0)[:, None, None], new.astype(before.dtype), old)
 
 
 def run_stage(
@@ -159,15 +201,14 @@ def run_stage(
     model: CausalLM,
     pools: CachePools,
     chunk: Chunk,
-    page_tables: Int32[Array, "attention_layers max_pages"],
-    slot: Int32[Array, ""],
-    window_queries: Float[Array, "n H d"],
+    members: Members,
+    page_tables: tuple[Int32[Array, "attention_layers max_pages"], ...],
     layers: Int32[Array, "3"],
-) -> tuple[Float[Array, "C D"], CachePools, Float[Array, "n H d"]]:
-    """One chunk through one stage: new hidden states, pools, and the last n queries of the stage's last mixer so far.
+) -> tuple[Float[Array, "C D"], CachePools, Float[Array, "C H d"] | None]:
+    """One chunk through one stage: new hidden states, pools, and the queries of the stage's last mixer if it has any.
 
-    `slot` is the request's recurrent slot. `layers` holds the layer of the first feed-forward, the first whole layer
-    and the layer of the last mixer; those that the program lacks are ignored.
+    `page_tables` are the members'. `layers` holds the layer of the first feed-forward, the first whole layer and the
+    layer of the last mixer; those that the program lacks are ignored.
     """
     places = LayerPlaces(model.config)
     in_stack, in_pool = places.in_stack(), places.in_pool()
@@ -175,6 +216,8 @@ def run_stage(
     ropes = {
         layer.rope: rope_table(layer.rope, chunk.positions) for layer in model.config.layers if layer.rope is not None
     }
+    own = members.of_rows(chunk.x.shape[0])
+    tables, count = jnp.stack(page_tables), members.cu_seqlens[-1]
 
     def mix(kind: str, layer: Array | int, x: Array, pools: CachePools) -> tuple[Array, CachePools, Array | None]:
         spec, module = places.spec(kind), model.layer(kind, in_stack[layer])
@@ -182,42 +225,64 @@ def run_stage(
         if isinstance(mixer, Attention):
             assert spec.rope is not None
             first = chunk.first_visible[windows.index(spec.window)]
-            rope, scale, table = ropes[spec.rope], mixer.scale, page_tables[place]
-
-            def attention(
-                queries: Array, keys: Array, values: Array, table: Array, first: Array, *rows: Array
-            ) -> Array:
-                return chunk_attention(queries, keys, values, table[None], first, ChunkRows(*rows), scale=scale)
+            rope, scale = ropes[spec.rope], mixer.scale
 
             def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, tuple[CachePools, Array]]:
-                places = RowPlaces(table, chunk.rows, chunk.real)
-                ranges = (first, *chunk.chunk_rows)
+                places = RowPlaces(tables[:, place], own.request, own.rows, own.real)
+                attention = partial(_attend_members, scale=scale)
+                ranges = (first, own.request, own.offsets, members.counts, members.first_rows)
                 output, written = write_and_attend(attention, pools, (queries, keys, values), places, *ranges)
                 return output, (written, queries)
 
-            attended = partial(mixer.attend_with, rope=rope, attend=attend, count=chunk.count)
-            x, (pools, queries) = module.mix_with(x, attended, chunk.count)
+            attended = partial(mixer.attend_with, rope=rope, attend=attend, count=count)
+            x, (pools, queries) = module.mix_with(x, attended, count)
             return x, pools, queries
-        cache = _state_before(pools, place, slot, chunk.rows[0] == 0)
-        x, cache = module.mix_with(x, lambda x: mixer.extend(x, cache, chunk.count), chunk.count)
-        return x, _write_state(pools, place, slot[None], cache), None
+        cache = _states_before(pools, place, members)
+        x, cache = module.mix_with(x, lambda x: mixer.extend(x, cache, members.cu_seqlens), count)
+        return x, _write_state(pools, place, members.slots, cache), None
 
     def whole(kind: str, layer: Array | int, carry: tuple[Array, CachePools]) -> tuple[Array, CachePools]:
         x, pools = carry
         x, pools, _ = mix(kind, layer, x, pools)
-        return model.layer(kind, in_stack[layer]).transform(x, chunk.count), pools
+        return model.layer(kind, in_stack[layer]).transform(x, count), pools
 
     x = chunk.x
+    queries = None
     if program.feed_forward is not None:
-        x = model.layer(program.feed_forward, in_stack[layers[0]]).transform(x, chunk.count)
+        x = model.layer(program.feed_forward, in_stack[layers[0]]).transform(x, count)
     x, pools = loop_layers(program.middle, layers[1], whole, (x, pools))
     if program.last is not None:
         x, pools, queries = mix(program.last, layers[2], x, pools)
-        if queries is not None and window_queries.shape[0]:
-            # The last n of (those before, this chunk's real ones).
-            joined = jnp.concatenate([window_queries, queries.astype(window_queries.dtype)])
-            window_queries = jax.lax.dynamic_slice_in_dim(joined, chunk.count, window_queries.shape[0])
-    return x, pools, window_queries
+    return x, pools, queries
+
+
+def _attend_members(
+    queries: Float[Array, "C H d"],
+    key_pages: Float[Array, "P KV page d"],
+    value_pages: Float[Array, "P KV page d"],
+    page_tables: Int32[Array, "R max_pages"],
+    first: Int32[Array, " C"],
+    request: Int32[Array, " C"],
+    offsets: Int32[Array, " C"],
+    counts: Int32[Array, " R"],
+    first_rows: Int32[Array, " R"],
+    *,
+    scale: float,
+) -> Float[Array, "C H d"]:
+    """Attention of every request's rows over its own pages; no tile of queries may hold rows of two."""
+    requests = counts.shape[0]
+    if requests == 1:
+        rows = ChunkRows(jnp.zeros(1, jnp.int32), counts, first_rows)
+        return chunk_attention(queries, key_pages, value_pages, page_tables, first, rows, scale=scale)
+    sizes = -(-counts // ALIGNMENT) * ALIGNMENT
+    places = jnp.cumsum(sizes) - sizes
+    wide = (-(-queries.shape[0] // ALIGNMENT) + requests) * ALIGNMENT
+    spread = jnp.where(offsets < counts[request], places[request] + offsets, NOWHERE)
+    spread_queries = jnp.zeros((wide, *queries.shape[1:]), queries.dtype).at[spread].set(queries, mode="drop")
+    spread_first = jnp.zeros(wide, jnp.int32).at[spread].set(first, mode="drop")
+    rows = ChunkRows(places, counts, first_rows)
+    output = chunk_attention(spread_queries, key_pages, value_pages, page_tables, spread_first, rows, scale=scale)
+    return output.at[spread].get(mode="fill", fill_value=0)
 
 
 def drop_rows(
@@ -259,9 +324,10 @@ def put_back(full: Float[Array, "R D"], kept: Float[Array, "R D"], indices: Int3
 
 
 class RowPlaces(NamedTuple):
-    """Where new rows go: rows of one request, or (a table per row) of one request each; those not real go nowhere."""
+    """Where new rows go: whose they are and what number they have there; those not real go nowhere."""
 
-    page_table: Int32[Array, " max_pages"] | Int32[Array, "T max_pages"]
+    page_tables: Int32[Array, "R max_pages"]
+    request: Int32[Array, " T"]
     rows: Int32[Array, " T"]
     real: Bool[Array, " T"]
 
@@ -269,10 +335,7 @@ class RowPlaces(NamedTuple):
         """The pages with the new rows in them."""
         num_pages, heads, page, head_dim = pages.shape
         column = jnp.where(self.real, self.rows // page, NOWHERE)
-        if self.page_table.ndim == 1:
-            ids = self.page_table.at[column].get(mode="fill", fill_value=num_pages)
-        else:
-            ids = self.page_table.at[jnp.arange(self.rows.shape[0]), column].get(mode="fill", fill_value=num_pages)
+        ids = self.page_tables.at[self.request, column].get(mode="fill", fill_value=num_pages)
         places = (ids[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)) * page + (self.rows % page)[:, None]
         places = jnp.where((ids < num_pages)[:, None], places, NOWHERE).reshape(-1)
         # By rows of one key head: a TPU would keep the pool in another order for updates that span the heads of a row,
@@ -288,7 +351,7 @@ def write_and_attend(
     places: RowPlaces,
     *ranges: Int32[Array, "..."],
 ) -> tuple[Float[Array, "T H d"], CachePools]:
-    """Write keys and values into their pages, then `attention(queries, keys, values, page_table, *ranges)` over these.
+    """Write keys and values into their pages, then `attention(queries, keys, values, page_tables, *ranges)` over these.
 
     `projected` are queries, keys and values of the new rows. On a mesh every shard does it with its own heads.
     """
@@ -299,9 +362,9 @@ def write_and_attend(
         keys, values = (jnp.repeat(array, copies, axis=1) for array in (keys, values))
 
     def on_shard(queries: Array, keys: Array, values: Array, key_pages: Array, value_pages: Array, *rest: Any) -> Any:
-        places, ranges = RowPlaces(*rest[:3]), rest[3:]
+        places, ranges = RowPlaces(*rest[:4]), rest[4:]
         key_pages, value_pages = places.write(key_pages, keys), places.write(value_pages, values)
-        return attention(queries, key_pages, value_pages, places.page_table, *ranges), key_pages, value_pages
+        return attention(queries, key_pages, value_pages, places.page_tables, *ranges), key_pages, value_pages
 
     cut, whole = PartitionSpec(None, TENSOR), PartitionSpec()
     specs = (*(cut,) * 5, *(whole,) * (len(places) + len(ranges)))
@@ -324,10 +387,11 @@ def last_positions(
     return jnp.where(in_segment[:, None], found, tails)
 
 
-def _state_before(pools: CachePools, place: Array, slot: Array, is_first: Array) -> RecurrentCache:
-    """A request's state in one layer; empty before its first chunk, whatever the slot held."""
-    conv, recurrent = pools.conv[place, slot], pools.recurrent[place, slot]
-    return RecurrentCache(jnp.where(is_first, 0, conv)[None], jnp.where(is_first, 0, recurrent)[None])
+def _states_before(pools: CachePools, place: Array, members: Members) -> RecurrentCache:
+    """The members' states in one layer; empty before a first chunk, whatever the slot held."""
+    empty = members.first_rows == 0
+    conv, recurrent = pools.conv[place, members.slots], pools.recurrent[place, members.slots]
+    return RecurrentCache(jnp.where(empty[:, None, None], 0, conv), jnp.where(empty[:, None, None, None], 0, recurrent))
 
 
 def _write_state(pools: CachePools, place: Array, slots: Array, cache: RecurrentCache) -> CachePools:

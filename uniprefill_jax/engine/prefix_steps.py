@@ -1,7 +1,7 @@
 """The device's side of prefix reuse: pages copied, rows and recurrent states saved and restored.
 
-A page of rows holds what `page_size` tokens hand on, cut into as many key and value pages as a row needs: so rows lie in
-the pool beside the pages of their tokens, and on a mesh every shard keeps its part.
+A page of rows holds what `page_size` tokens hand on, cut into as many key and value pages as a row needs: so rows lie
+in the pool beside the pages of their tokens, and on a mesh every shard keeps its part.
 """
 
 from dataclasses import replace

@@ -1,8 +1,9 @@
 """Requests: what was asked, how far it has come, and what it reports."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int32
@@ -59,12 +60,29 @@ class PrefillShape:
         segments: for every segment, its attention layers.
         carries: whether every drop starts from all tokens again.
         prefix: what of it depends on the tokens alone.
+        kind: requests that agree in it run the same programs, and their rows may share a chunk.
     """
 
     stages: tuple[StageRows, ...]
     segments: tuple[tuple[int, ...], ...]
     carries: bool
     prefix: PrefixShape
+    kind: Hashable = None
+
+
+@dataclass(eq=False)
+class Pack:
+    """A chunk that is on its way through a stage: rows of one or more requests, which stay together to its end.
+
+    Attributes:
+        stage: the stage.
+        part: the next part of it.
+        members: its requests, but for those that have left since.
+    """
+
+    stage: int
+    part: int
+    members: "list[Request]"
 
 
 @dataclass(eq=False)
@@ -84,7 +102,7 @@ class Request:
         pages: pages while admitted.
         reserved: pages promised for segments not yet open.
         stage, row, rows: the stage in hand, its next row, and how many it has.
-        part, chunk: the next part of the chunk in hand, and the chunk's rows; 0 where none is begun.
+        pack, chunk: the chunk in hand, and how many of its rows are this request's; None and 0 where none is begun.
         awaits_drop: whether a drop was dispatched whose outcome the host has not read.
         segment_lengths: tokens of every segment so far; the first is the prompt's length.
         reused: what was found of the prompt's beginning when it was admitted.
@@ -112,7 +130,7 @@ class Request:
     stage: int = 0
     row: int = 0
     rows: int = 0
-    part: int = 0
+    pack: Pack | None = None
     chunk: int = 0
     awaits_drop: bool = False
     segment_lengths: list[int] = field(default_factory=list)
@@ -151,8 +169,7 @@ class PrefillReport:
     cut_margin: dict[int, float]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that became known in a step.
 
     Attributes:

@@ -1,16 +1,18 @@
 """Who gets pages, slots and the next step's token budget. Host bookkeeping only: nothing here touches the device.
 
 First come first served within a priority. A request is admitted when a slot is free and its worst case fits: every
-layer keeps the whole prompt. It is admitted only when its first chunk can run, so that it finds whatever those before it
-have left in the prefix cache. What a drop leaves over goes back at once. Generated tokens take pages as they grow; where
-none is left, not even in the prefix cache, the admitted request that ranks last gives all of its own back and waits to
-be computed again. The request that ranks first is never preempted and fits the pool alone, so every step makes progress.
+layer keeps the whole prompt. It is admitted only when its first chunk can run, so that it finds whatever those before
+it have left in the prefix cache. What a drop leaves over goes back at once. Generated tokens take pages as they grow;
+where none is left, not even in the prefix cache, the admitted request that ranks last gives all of its own back and
+waits to be computed again. The request that ranks first is never preempted and fits the pool alone, so every step makes
+progress. Requests that go through the same programs share chunks: few rows alone would waste the weights they read.
 """
 
 import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -19,36 +21,49 @@ from uniprefill_jax.cache.pages import CacheError, PageAllocator, SlotAllocator
 from uniprefill_jax.cache.prefix import PrefixCache, PrefixMatch
 from uniprefill_jax.cache.tables import RequestPages, pages_of
 from uniprefill_jax.config import EngineConfig
-from uniprefill_jax.engine.requests import Request, RequestState
+from uniprefill_jax.engine.requests import Pack, Request, RequestState
 from uniprefill_jax.errors import InputError
 
 FEWEST = 4  # a chunk that is not a stage's last has at least this part of a step's budget
+MOST_MEMBERS = 16  # requests in one chunk
 
 
 @dataclass(frozen=True)
-class Unit:
-    """One piece of prefill: rows [start, start + count) of a part of a request's stage.
+class Piece:
+    """One request's rows of a unit: [start, start + count) of its stage. All else is said of the last part alone.
 
     Attributes:
-        ends_chunk: whether it is the last part.
+        ends_stage, ends_prefill: whether these rows are the stage's last, and the stage the last one.
         saved_rows: afterwards, pages of the prefix cache to write rows to: (number of a page of tokens, pages).
         saved_state: afterwards, the slot of the prefix cache to copy the recurrent state to; -1 for none.
     """
 
     request: Request
-    stage: int
-    part: int
     start: int
     count: int
-    ends_chunk: bool
-    ends_stage: bool
-    ends_prefill: bool
+    ends_stage: bool = False
+    ends_prefill: bool = False
     saved_rows: tuple[tuple[int, Int32[np.ndarray, " row_pages"]], ...] = ()
     saved_state: int = -1
 
 
 @dataclass(frozen=True)
-class DecodeRow:
+class Unit:
+    """One piece of prefill: a chunk of one or more requests through one part of a stage.
+
+    Attributes:
+        pack: the chunk; its members may have left by the time that the unit is run, the pieces say who was there.
+        ends_chunk: whether it is the last part.
+    """
+
+    pack: Pack
+    stage: int
+    part: int
+    pieces: tuple[Piece, ...]
+    ends_chunk: bool
+
+
+class DecodeRow(NamedTuple):
     """One request's part of a decode step: the pages added for it as (layer, column, id)."""
 
     request: Request
@@ -150,7 +165,7 @@ class Scheduler:
                 continue
             assert request.pages is not None
             needed = request.pages.pages_for_next_token()
-            while request.admitted and not self._make_room(needed):
+            while needed and request.admitted and not self._make_room(needed):
                 self._preempt(self.admitted[-1], plan)
             if request.admitted:
                 plan.decode.append(DecodeRow(request, request.pages.append_token()))
@@ -158,31 +173,87 @@ class Scheduler:
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = self.budget
-        prefilling = deque(self.in_state(RequestState.PREFILLING))
-        admits = True
+        priced = bool(plan.decode)
+        queue = deque(self.in_state(RequestState.PREFILLING))
         while budget:
-            first = prefilling[0] if prefilling else None
-            if admits and self.waiting and (first is None or self.waiting[0].rank < first.rank):
-                admits = self._admit(plan)
-                if admits:
-                    prefilling.appendleft(plan.admitted[-1])
-                continue
+            first = queue[0] if queue else None
+            if self.waiting and (first is None or self.waiting[0].rank < first.rank):
+                first = self._admit(plan, budget, priced) or first
             if first is None:
                 return
-            prefilling.popleft()
-            while budget and first.state is RequestState.PREFILLING and not first.awaits_drop:
-                found = self._next_unit(first, budget, priced=bool(plan.decode))
-                if found is None:
+            if queue and queue[0] is first:
+                queue.popleft()
+            while first.state is RequestState.PREFILLING and not first.awaits_drop and budget:
+                pack = first.pack
+                if pack is None:
+                    pack = self._new_pack(first, queue, budget, priced, plan)
+                elif self._cost(pack, priced) > budget and budget < self.budget:
                     break
-                budget -= found[1]
-                plan.units.append(found[0])
+                if pack is None:
+                    break
+                budget -= min(self._cost(pack, priced), budget)
+                plan.units.append(self._next_unit(pack))
 
-    def _admit(self, plan: StepPlan) -> bool:
-        """Let the first that waits in, if there is room for it."""
+    def _new_pack(
+        self, first: Request, queue: deque[Request], budget: int, priced: bool, plan: StepPlan
+    ) -> Pack | None:
+        """The next chunk of a request, and beside it of others that go through the same programs; None: not now.
+
+        Others are those that queue behind it, and those that wait, which are admitted for it and then queue too.
+        """
+        first.chunk = self._chunk_rows(first, budget, priced)
+        if not first.chunk:
+            return None
+        pack = first.pack = Pack(first.stage, 0, [first])
+        kind = first.shape.kind
+        for other in queue:
+            if len(pack.members) == MOST_MEMBERS:
+                return pack
+            free = other.state is RequestState.PREFILLING and not other.awaits_drop and other.pack is None
+            if free and (other.stage, other.shape.kind) == (pack.stage, kind):
+                self._join(pack, other, budget - self._cost(pack, priced), priced)
+        while self.waiting and len(pack.members) < MOST_MEMBERS and self._fits_beside(pack, self.waiting[0]):
+            left = budget - self._cost(pack, priced)
+            other = self._admit(plan, left, priced)
+            if other is None:
+                return pack
+            queue.append(other)
+            self._join(pack, other, left, priced)
+        return pack
+
+    def _join(self, pack: Pack, other: Request, budget: int, priced: bool) -> None:
+        """Add a request's next rows to a chunk, if any are worth it."""
+        other.chunk = self._chunk_rows(other, budget, priced)
+        if other.chunk:
+            other.pack = pack
+            pack.members.append(other)
+
+    def _fits_beside(self, pack: Pack, waiting: Request) -> bool:
+        """Whether a request that waits could begin in this chunk, and gains nothing by waiting for its end.
+
+        One that begins like a member is better off with what that one will leave in the prefix cache.
+        """
+        page = self.config.page_size
+        alike = self.prefix is not None and any(
+            np.array_equal(member.prompt[:page], waiting.prompt[:page]) for member in pack.members
+        )
+        return not pack.stage and waiting.shape.kind == pack.members[0].shape.kind and not alike
+
+    @staticmethod
+    def _cost(pack: Pack, priced: bool) -> int:
+        """What the next part of a chunk takes of the budget; `priced` counts what rows see, otherwise a row costs 1."""
+        prices = pack.members[0].shape.stages[pack.stage].parts[pack.part]
+        return sum(math.ceil(member.chunk * (prices.of(member.row) if priced else 1.0)) for member in pack.members)
+
+    def _admit(self, plan: StepPlan, budget: int, priced: bool) -> Request | None:
+        """Let the first that waits in, if there is room for it and its first chunk can run in this step.
+
+        Programs of this step read what it reuses: later that may be gone.
+        """
         request = self.waiting[0]
-        match = self._room_for(request) if self.slots.free_slots else None
+        match = self._room_for(request, budget, priced) if self.slots.free_slots else None
         if match is None:
-            return False
+            return None
         self.waiting.pop(0)
         request.state = RequestState.PREFILLING
         request.slot = self.slots.allocate()
@@ -190,11 +261,10 @@ class Scheduler:
         shape = request.shape.prefix
         request.reserved = self._worst_pages(len(request.prompt)) - shape.layers * len(match.blocks)
         self.pages.reserve(request.reserved)
-        request.stage = request.part = request.chunk = request.dispatched = 0
-        request.row, request.rows = match.tokens, len(request.prompt)
+        request.dispatched = 0
         request.awaits_drop = False
         request.segment_lengths = []
-        request.reused, request.blocks, request.noted_pages = match, list(match.blocks), len(match.blocks)
+        request.blocks, request.noted_pages = list(match.blocks), len(match.blocks)
         shared = None
         if self.prefix is not None:
             request.last_block = match.blocks[-1] if match.blocks else self.prefix.root
@@ -206,10 +276,11 @@ class Scheduler:
         self._insert(self.admitted, request)
         self._open_segment(request, len(request.prompt), shared)
         plan.admitted.append(request)
-        return True
+        return request
 
-    def _room_for(self, request: Request) -> PrefixMatch | None:
-        """Make room for a request, and hold what is there of its beginning; None where there is too little."""
+    def _room_for(self, request: Request, budget: int, priced: bool) -> PrefixMatch | None:
+        """Make room for a request, and hold what is there of its beginning; None where there is too little of either
+        room or budget."""
         # One that was preempted will need room for its own tokens again: do not let it in to be thrown out.
         worst = self._worst_pages(len(request.prompt) + len(request.generated))
         room = self.pages.available_pages
@@ -221,42 +292,42 @@ class Scheduler:
             match = self.prefix.match(request.prompt, shape)
             needed = worst - shape.layers * len(match.blocks)
             if needed <= room - self.prefix.pinned_by(match, shape):
+                if not self._begin(request, match, budget, priced):
+                    return None
                 self.prefix.hold(match, shape)
                 self._make_room(needed)
                 return match
-        # What holds its beginning may be in its way: pages of later layers, and rows.
-        if self._make_room(worst):
-            return PrefixMatch()
-        self._no_room = request, room
-        return None
-
-    def _next_unit(self, request: Request, budget: int, priced: bool) -> tuple[Unit, int] | None:
-        """The next piece of a request's prefill and what it costs; None where the budget is better kept.
-
-        `priced` counts what rows see, otherwise a row costs 1.
-        """
-        stages = request.shape.stages
-        parts = stages[request.stage].parts
-        price = parts[request.part].of(request.row) if priced else 1.0
-        untouched = budget == self.budget
-        if not request.chunk:
-            request.chunk = self._chunk_rows(request, budget, price)
-        elif not untouched and request.chunk * price > budget:
+        if worst > room:
+            self._no_room = request, room
             return None
-        if not request.chunk:
+        # What holds its beginning was in its way: pages of later layers, or rows.
+        if not self._begin(request, PrefixMatch(), budget, priced):
             return None
-        count = request.chunk
-        cost = min(math.ceil(count * price), budget)
-        if request.part + 1 < len(parts):
-            unit = Unit(request, request.stage, request.part, request.row, count, False, False, False)
-            request.part += 1
-            return unit, cost
-        return self._end_chunk(request, count), cost
+        self._make_room(worst)
+        return request.reused
 
-    def _chunk_rows(self, request: Request, budget: int, price: float) -> int:
+    def _begin(self, request: Request, match: PrefixMatch, budget: int, priced: bool) -> bool:
+        """Put a request at its first row to be computed; whether a chunk from there is worth beginning now."""
+        request.reused = match
+        request.stage, request.row, request.rows = 0, match.tokens, len(request.prompt)
+        return self._chunk_rows(request, budget, priced) > 0
+
+    def _next_unit(self, pack: Pack) -> Unit:
+        """A chunk through its next part; after the last one its members move on."""
+        members, part = list(pack.members), pack.part
+        pack.part += 1
+        ends = pack.part == len(members[0].shape.stages[pack.stage].parts)
+        if ends:
+            pieces = tuple(map(self._end_chunk, members))
+        else:
+            pieces = tuple(Piece(member, member.row, member.chunk) for member in members)
+        return Unit(pack, pack.stage, part, pieces, ends)
+
+    def _chunk_rows(self, request: Request, budget: int, priced: bool) -> int:
         """Rows of a request's next chunk; 0: better none in this step."""
         left = request.rows - request.row
         few = max(self.budget // FEWEST, 1)
+        price = request.shape.stages[request.stage].parts[0].of(request.row) if priced else 1.0
         affordable = int(budget / price)
         if budget == self.budget:
             affordable = max(affordable, few)
@@ -265,18 +336,19 @@ class Scheduler:
         count = min(affordable, left)
         if few < count < left:
             count -= count % few
-        return self._to_checkpoint(request, count) if request.stage == 0 else count
+        return self._to_checkpoint(request, count, budget) if request.stage == 0 else count
 
-    def _end_chunk(self, request: Request, count: int) -> Unit:
-        """The last part of a chunk: the request moves on."""
+    def _end_chunk(self, request: Request) -> Piece:
+        """The last part of a request's chunk: it moves on."""
         stages = request.shape.stages
-        ends_stage = request.row + count == request.rows
+        start, count = request.row, request.chunk
+        ends_stage = start + count == request.rows
         ends_prefill = ends_stage and request.stage + 1 == len(stages)
-        unit = Unit(request, request.stage, request.part, request.row, count, True, ends_stage, ends_prefill)
+        piece = Piece(request, start, count, ends_stage, ends_prefill)
         request.row += count
-        request.part = request.chunk = 0
+        request.pack, request.chunk = None, 0
         if request.stage == 0 and request.last_block is not None:
-            unit = self._note_prompt(request, unit)
+            piece = self._note_prompt(request, piece)
         if ends_prefill:
             request.state = RequestState.RUNNING
             request.dispatched = 1
@@ -286,7 +358,7 @@ class Scheduler:
             # Kept rows have gone back among all rows.
             request.stage += 1
             request.row, request.rows = 0, len(request.prompt)
-        return unit
+        return piece
 
     def _open_segment(
         self, request: Request, length: int, shared: Int32[np.ndarray, "layers pages"] | None = None
@@ -302,7 +374,7 @@ class Scheduler:
         self.pages.reserve(request.reserved)
         request.segment_lengths.append(length)
 
-    def _to_checkpoint(self, request: Request, count: int) -> int:
+    def _to_checkpoint(self, request: Request, count: int, budget: int) -> int:
         """How many of a chunk's rows to take, so that a recurrent state is left where another prompt may go on.
 
         0: better none in this step.
@@ -314,12 +386,12 @@ class Scheduler:
             return request.reused.branch - request.row
         if end < request.rows:
             end -= end % self.config.page_size
-        if end <= request.row and self.budget < self.config.page_size:
+        if end <= request.row and budget == self.budget:
             return count
         return max(end - request.row, 0)
 
-    def _note_prompt(self, request: Request, unit: Unit) -> Unit:
-        """Hand the pages that a unit of the first stage fills to the prefix cache; the unit that saves rows and state."""
+    def _note_prompt(self, request: Request, piece: Piece) -> Piece:
+        """Hand the pages that a chunk of the first stage fills to the prefix cache; its piece saves rows and state."""
         assert self.prefix is not None
         shape, page = request.shape.prefix, self.config.page_size
         saved = []
@@ -327,7 +399,7 @@ class Scheduler:
             self._note_page(request, request.prompt[column * page : (column + 1) * page])
             block = request.last_block
             if block is None:
-                return replace(unit, saved_rows=tuple(saved))
+                return replace(piece, saved_rows=tuple(saved))
             if shape.rows_of is not None and shape.rows_of not in block.rows:
                 ids = self.prefix.take_row_pages(block, shape.rows_of)
                 if ids is not None:
@@ -337,7 +409,7 @@ class Scheduler:
         if shape.linear_layers and block is not None and request.noted_pages * page == request.row:
             if block.parent is not None and (block.state < 0 or block.state_layers < shape.linear_layers):
                 state = self.prefix.take_state(block, shape.linear_layers)
-        return replace(unit, saved_rows=tuple(saved), saved_state=state)
+        return replace(piece, saved_rows=tuple(saved), saved_state=state)
 
     def _note_generated(self, request: Request) -> None:
         """Hand what a request without drops has generated to the prefix cache, as far as its tokens are known."""
@@ -374,6 +446,9 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         assert request.pages is not None
         self.admitted.remove(request)
+        if request.pack is not None:
+            request.pack.members.remove(request)
+            request.pack, request.chunk = None, 0
         if self.prefix is not None:
             self._note_generated(request)
         request.pages.free()

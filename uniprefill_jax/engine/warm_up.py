@@ -3,10 +3,10 @@
 Programs depend on the size of a prompt's row buffer, on the padded size of a chunk, and on how tokens are drawn. Short
 rehearsals go through all of these combinations, with the step's token budget set to each chunk size in turn; top_p is
 traced, so that one close to 1, at which every later stage sees as many rows as the first, stands for all. Some prompts
-come again, to go on from what the prefix cache keeps of them.
+come again, to go on from what the prefix cache keeps of them; some come together, to share chunks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,12 +27,12 @@ _DRAWS = (
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A request that makes the engine compile something: its prompt's length, the step's budget, and its settings.
+    """Requests that make the engine compile something: their prompts' lengths, the step's budget, and their settings.
 
-    It is put `times` times, one after the other.
+    They are put together, and that `times` times, one after the other.
     """
 
-    length: int
+    lengths: tuple[int, ...]
     budget: int
     config: UniPrefillConfig
     sampling: SamplingConfig
@@ -63,7 +63,7 @@ def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[R
             drawn.add(chunk)
             found += [
                 Rehearsal(
-                    length,
+                    (length,),
                     budget,
                     own,
                     replace(sampling, max_tokens=tokens),
@@ -74,7 +74,24 @@ def rehearsals(engine: Engine, config: UniPrefillConfig, longest: int) -> list[R
                 for sampling in draws
                 for logprobs in reports
             ]
+    sampling = replace(_DRAWS[0], max_tokens=1)
+    for chunk in chunks:
+        budget = min(chunk, engine.config.prefill_chunk)
+        lengths = _together(buffer_sizes(longest, engine.config.page_size), budget)
+        if len(lengths) <= engine.config.max_running:
+            found += [Rehearsal(lengths, budget, own, sampling, None, times=1) for own in configs]
     return found
+
+
+def _together(sizes: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Lengths of prompts that together fill a chunk of so many rows from more than half: a prompt of every buffer size
+    that there is room for."""
+    lengths: list[int] = []
+    for size in sizes:
+        if sum(lengths) + size // 2 + 1 <= rows:
+            lengths.append(size // 2 + 1)
+    left = rows - sum(lengths)
+    return (*lengths, left) if left else tuple(lengths)
 
 
 def warm_up(
@@ -95,10 +112,13 @@ def warm_up(
             if progress is not None:
                 progress(number, len(planned))
             engine.scheduler.budget = rehearsal.budget
-            prompt = np.arange(rehearsal.length) % engine.llm.config.vocab_size
             engine.forget_prefixes()
             for _ in range(rehearsal.times):
-                engine.submit(prompt.tolist(), rehearsal.config, rehearsal.sampling, logprobs=rehearsal.logprobs)
+                for place, length in enumerate(rehearsal.lengths):
+                    # No two begin alike: one would wait for what the other leaves.
+                    prompt = np.arange(place, place + length) % engine.llm.config.vocab_size
+                    sampling, logprobs = rehearsal.sampling, rehearsal.logprobs
+                    engine.submit(prompt.tolist(), rehearsal.config, sampling, logprobs=logprobs)
                 while engine.has_work:
                     engine.step()
     finally:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.gated_delta_rule import gated_delta_rule, gated_delta_step
 from uniprefill_jax.models.attention import After, Before
-from uniprefill_jax.models.batch import PackedRows, last_rows
+from uniprefill_jax.models.batch import PackedRows, last_rows, request_of_row
 from uniprefill_jax.models.config import ModelConfig
 from uniprefill_jax.models.norms import GatedRMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, constant, normal
@@ -111,20 +111,30 @@ class GatedDeltaNet(nnx.Module):
         return self._output(output.astype(x.dtype), gate, count), RecurrentCache(inputs[:, 1:], state)
 
     def extend(
-        self, x: Float[Array, "T D"], cache: RecurrentCache, count: Int32[Array, ""]
+        self, x: Float[Array, "T D"], cache: RecurrentCache, cu_seqlens: Int32[Array, " B+1"]
     ) -> tuple[Float[Array, "T D"], RecurrentCache]:
-        """The next `count` rows of one request, after those that left `cache` (of one request); the rest is padding."""
+        """The next rows of every request, after those that left `cache`.
+
+        Request r owns rows ``[cu_seqlens[r], cu_seqlens[r+1])``; those from ``cu_seqlens[B]`` on are padding.
+        """
+        count = cu_seqlens[-1]
         mixed, gate, log_decay, strength = self._project(x, count)
         width = self.shape.conv_width - 1
         with jax.named_scope("causal_conv"):
-            inputs = jnp.concatenate([cache.conv_state[0].astype(mixed.dtype), mixed])
-            convolved = causal_conv(inputs, self._taps(), jnp.zeros(inputs.shape[0], jnp.int32))[width:]
-            conv_state = jax.lax.dynamic_slice_in_dim(inputs, count, width)
+            # Every request's rows behind the inputs that it left.
+            rows, requests = jnp.arange(x.shape[0], dtype=jnp.int32), cache.conv_state.shape[0]
+            request = jnp.minimum(request_of_row(cu_seqlens, rows), requests - 1)
+            places = rows + (request + 1) * width
+            left = cu_seqlens[:-1, None] + jnp.arange(requests, dtype=jnp.int32)[:, None] * width + jnp.arange(width)
+            inputs = jnp.zeros((x.shape[0] + requests * width, mixed.shape[1]), mixed.dtype)
+            inputs = inputs.at[places].set(mixed, unique_indices=True)
+            inputs = inputs.at[left].set(cache.conv_state.astype(mixed.dtype), unique_indices=True)
+            convolved = causal_conv(inputs, self._taps(), jnp.zeros(inputs.shape[0], jnp.int32))[places]
+            conv_state = inputs[left + jnp.diff(cu_seqlens)[:, None]]
         with jax.named_scope("gated_delta_rule"):
             queries, keys, values = self._split(jax.nn.silu(convolved))
-            bounds = jnp.stack([jnp.zeros_like(count), count])
-            output, state = _rule(queries, keys, values, log_decay, strength, bounds, cache.recurrent_state)
-        return self._output(output.astype(x.dtype), gate, count), RecurrentCache(conv_state[None], state)
+            output, state = _rule(queries, keys, values, log_decay, strength, cu_seqlens, cache.recurrent_state)
+        return self._output(output.astype(x.dtype), gate, count), RecurrentCache(conv_state, state)
 
     def recur_with(
         self,
