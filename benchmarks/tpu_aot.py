@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from rich.table import Table
 
 from uniprefill_jax.bench.architectures import ARCHITECTURES
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
-from uniprefill_jax.decode import DecodePlan, DecodeState, start_decode
+from uniprefill_jax.decode import Continuation, DecodePlan, DecodeRun, start_decode
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import read_model_config
 from uniprefill_jax.models.parameters import parameter_specs, with_parameters
@@ -163,12 +163,17 @@ def compile_case(case: Case) -> Iterator[dict[str, Any]]:
 
     output = jax.eval_shape(run, programs.parameters, *inputs)
     decode_plan = DecodePlan.after(plan, capacity=DECODED)
-    after = jax.eval_shape(partial(start_decode, decode_plan, num_requests=1), output.caches)
-    caches, generated = (jax.tree.map(place, tree, rules.caches(tree)) for tree in (output.caches, after.caches))
+    slots, tokens = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((DECODED, 1), jnp.int32)
+    stop, ended = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.bool)
+    state = jax.eval_shape(partial(start_decode, decode_plan, num_requests=1), output.caches)
+    caches, generated = (jax.tree.map(place, tree, rules.caches(tree)) for tree in (output.caches, state.caches))
     sampling = SamplingConfig()
-    drawn = jax.ShapeDtypeStruct((1,), jnp.int32)
-    segments, step, drawn, numbers = on_all((output.segments, after.step, drawn, SamplingNumbers.of(sampling)), rules)
-    arguments = (caches, segments, DecodeState(generated, step), drawn, numbers)
+    begun = DecodeRun(replace(state, caches={}), tokens, None, ended)
+    begun, segments, continuation, numbers, stop = on_all(
+        (begun, output.segments, Continuation(tokens, slots), SamplingNumbers.of(sampling), stop), rules
+    )
+    begun = replace(begun, state=replace(begun.state, caches=generated))
+    arguments = (caches, segments, begun, numbers, continuation, stop)
     kind = SamplingKind.of(sampling)
     yield row_of(case, "decode", partial(programs.compile_decode, decode_plan, kind, *arguments))
 

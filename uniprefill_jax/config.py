@@ -107,6 +107,27 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class BatchShape:
+    """A size to compile programs for, so that batches which fit into it share them, whatever their own lengths.
+
+    Attributes:
+        requests: most prompts of a batch.
+        length: most tokens of a prompt.
+        new_tokens: most tokens after a prompt.
+    """
+
+    requests: int
+    length: int
+    new_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not _is_integer(value) or value < 1:
+                raise ConfigError(f"BatchShape: {field.name} is {value!r}; use an integer of at least 1")
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """What the serving engine may hold at a time, and how it divides its work.
 
