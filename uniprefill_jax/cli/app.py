@@ -7,6 +7,7 @@ import typer
 from uniprefill_jax.cli.bench import bench
 from uniprefill_jax.cli.convert import convert
 from uniprefill_jax.cli.demo import demo
+from uniprefill_jax.cli.eval import evaluate
 from uniprefill_jax.cli.explain import explain
 from uniprefill_jax.cli.generate import generate
 from uniprefill_jax.cli.info import info
@@ -24,7 +25,7 @@ app = typer.Typer(
 COMMANDS = {command.__name__: command for command in (demo, generate, explain, serve, convert, info, profile)}
 for _command in COMMANDS.values():
     app.command()(_command)
-GROUPS = {"bench": bench}
+GROUPS = {"bench": bench, "eval": evaluate}
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 
