@@ -68,7 +68,7 @@ def install(tokens: ModelTokens) -> Path:
     data = Path(long_context_eval.__path__[0]) / "data"
     sys.path[:0] = [str(data / "synthetic"), str(data)]
     for name in ("long_context_eval.data.tokenizer", "tokenizer"):
-        importlib.import_module(name).select_tokenizer = lambda kind, path: tokens
+        setattr(importlib.import_module(name), "select_tokenizer", lambda kind, path: tokens)  # noqa: B010
     return data / "synthetic"
 
 
@@ -118,7 +118,7 @@ def generate(module: ModuleType, kind: str, length: int, attempt: Attempt) -> No
     samples = module.args.num_samples
     most = MOST_TRIES if kind == "qa" else max(MOST_TRIES, MOST_TRIES_PER_SAMPLE * samples)
     skips = MOST_SKIPPED_PER_SAMPLE * samples if attempt == "skip questions" else 0
-    module.generate_input_output = _Patience(module.generate_input_output, most, skips)
+    setattr(module, "generate_input_output", _Patience(module.generate_input_output, most, skips))  # noqa: B010
     if attempt == "finer step":
         name, step = FINER_STEPS[kind]
         function = getattr(module, name)
