@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, Int32
 
+from uniprefill_jax.calibrated import CalibratedSetting, calibrated_setting
 from uniprefill_jax.config import BatchShape, SamplingConfig, UniPrefillConfig
 from uniprefill_jax.decode import Continuation, DecodePlan
 from uniprefill_jax.errors import ConfigError, InputError
@@ -65,6 +66,8 @@ class LLM:
         tokenizer: text to tokens and back; None where the checkpoint has none.
         mesh: see `make_mesh`; None for one device.
         replicas: the compiled programs of every data replica of the mesh; without one there is a single entry.
+        calibrated: the setting found for this model by `uniprefill calibrate`, if there is one.
+        default_config: the setting of calls that name none: the calibrated one, or `UniPrefillConfig()`.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class LLM:
         dtype: str,
         tokenizer: "Tokenizer | None" = None,
         mesh: Mesh | None = None,
+        calibrated: CalibratedSetting | None = None,
     ):
         """Use `LLM.load` or `LLM.from_config`."""
         if dtype not in DTYPES:
@@ -83,6 +87,9 @@ class LLM:
         self.dtype = dtype
         self.tokenizer = tokenizer
         self.mesh = mesh
+        self.calibrated = calibrated
+        self.default_config = UniPrefillConfig() if calibrated is None else calibrated.config
+        resolve_drop_layers(self.default_config, self.config)  # a calibrated one may be of another model
         model = CausalLM(self.config, DTYPES[dtype])
         if mesh is None:
             state = with_parameters(model, parameters(model, None))
@@ -108,7 +115,8 @@ class LLM:
         """Load a Hugging Face folder, a .gguf file, a converted (Orbax) folder, or a packaged model by its alias.
 
         `progress` is called with bytes done and in all. With a mesh (`make_mesh`) the model is cut over its devices
-        and each process reads what its own devices hold. Raises CheckpointError or ConfigError, one line each.
+        and each process reads what its own devices hold. A setting that `uniprefill calibrate` wrote beside the model
+        becomes the default of its calls. Raises CheckpointError or ConfigError, one line each.
         """
         # Random weights (`from_config`) need none of the readers, nor the libraries behind them.
         from checkpoints_convert import load_parameters, open_checkpoint
@@ -127,7 +135,7 @@ class LLM:
                 progress=progress,
             )
 
-        return cls(source.config, parameters, dtype, load_tokenizer(source), mesh)
+        return cls(source.config, parameters, dtype, load_tokenizer(source), mesh, calibrated_setting(path))
 
     @classmethod
     def from_config(
@@ -147,7 +155,7 @@ class LLM:
         With a `shape` the programs are those of all batches that fit into it (of each data replica's share, on a mesh).
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt over the model's length.
         """
-        own, ids = config or UniPrefillConfig(), self._checked(prompts)
+        own, ids = config or self.default_config, self._checked(prompts)
         return self._on_replicas(
             ids, lambda programs, share: self._prefill(programs, [ids[at] for at in share], own, shape).results
         )
@@ -167,7 +175,7 @@ class LLM:
         what the prefill kept, as later turns of a conversation are, and only after them tokens are drawn. Nothing is
         dropped for them, and their log-probabilities are in the completions. `shape` as for `prefill`.
         """
-        own, drawn, ids = config or UniPrefillConfig(), sampling or SamplingConfig(), self._checked(prompts)
+        own, drawn, ids = config or self.default_config, sampling or SamplingConfig(), self._checked(prompts)
         given = self._continuations(continuations, ids)
 
         def work(programs: Programs, share: list[int]) -> list[Completion]:
@@ -219,7 +227,7 @@ class LLM:
         Text that may turn out to be part of a stop string is held back until it is settled.
         """
         sampling = sampling or SamplingConfig()
-        batch = self._prefill(self.programs, self._checked([prompt]), config or UniPrefillConfig())
+        batch = self._prefill(self.programs, self._checked([prompt]), config or self.default_config)
         limits = self._token_limits(batch, sampling, [[]])
         text = GrowingText(self.tokenizer, sampling, *limits)
         for piece in self._decode(batch, sampling, [[]], limits, steps=1):

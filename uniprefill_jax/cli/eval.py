@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from uniprefill_jax.llm import LLM
     from uniprefill_jax.tokenizer import Tokenizer
 
+DEFAULT_SAMPLES = 100
+
 evaluate = typer.Typer(help="Measure accuracy, dense against dropping, on the same prompts.", no_args_is_help=True)
 
 ModelArgument = Annotated[
@@ -28,8 +30,8 @@ ConfigOption = Annotated[
     list[str] | None,
     typer.Option(
         "--config",
-        help="A setting to compare with dense: default, authors, carry, or fields such as top_p=0.9,score=peak; "
-        "drop layers as drop_layers=7+11. May be repeated.",
+        help="A setting to compare with dense: default, authors, carry, calibrated, or fields such as "
+        "top_p=0.9,score=peak; drop layers as drop_layers=7+11. May be repeated.",
     ),
 ]
 TasksOption = Annotated[str, typer.Option(help='RULER\'s tasks, or "all".')]
@@ -63,31 +65,29 @@ def ruler(
     json: options.JsonOption = None,
 ) -> None:
     """RULER's 13 tasks with its own prompts and metric, dense and any number of settings."""
-    from uniprefill_jax.eval.ruler import load_samples, parse_tasks
+    from uniprefill_jax.calibrated import calibrated_setting
     from uniprefill_jax.eval.settings import parse_settings
 
     options.check_output(json)
     options.check_output(answers, "--answers")
-    names = parse_tasks(tasks)
-    settings = parse_settings(config if config is not None else ["default"])
-    wanted = options.numbers("--lengths", lengths, int) if lengths else None
+    calibrated = calibrated_setting(model)
+    extra = {} if calibrated is None else {"calibrated": calibrated.config}
+    settings = parse_settings(config if config is not None else ["default", *extra], extra)
     console = Console(stderr=True)
-    folder = data
-    if folder is None:
-        if wanted is None:
-            raise InputError("--lengths is missing; name lengths such as 1024,4096 (or give --data)")
-        samples = samples or 100
-        folder = _generated(console, model, names, wanted, samples, seed)
-        names = [name for name in names if any((folder / str(length) / name).exists() for length in wanted)]
-    chosen = load_samples(folder, names, wanted, samples)
-    if show_prompt:
-        _show_prompts(model, chosen, chat)
-        return
-    llm, tokenizer = _load(console, model, dtype)
+    tokenizer = tokenizer_of(model)
+    chosen = ruler_samples(console, model, data, lengths, tasks, samples, seed, tokenizer)
     in_chat = tokenizer.has_chat_template if chat is None else chat
     cases = [sample.case(tokenizer, in_chat) for sample in chosen]
-    harness = f"RULER, {'chat template' if in_chat else 'no chat template'}, answer prefix given"
-    labels = {"model": model, "dtype": llm.dtype, "harness": harness, "seed": seed if data is None else None}
+    if show_prompt:
+        _show_cases(tokenizer, cases)
+        return
+    llm = load_model(console, model, dtype)
+    labels = {
+        "model": model,
+        "dtype": llm.dtype,
+        "harness": ruler_harness(in_chat),
+        "seed": seed if data is None else None,
+    }
     _run(console, llm, cases, settings, labels, answers, batch_size, json)
 
 
@@ -117,6 +117,50 @@ def prepare(
 
 
 @evaluate.command()
+def probes(
+    model: ModelArgument,
+    config: ConfigOption = None,
+    tasks: Annotated[str, typer.Option(help='Probes, or "all".')] = "all",
+    lengths: LengthsOption = "1024,2048",
+    samples: Annotated[int, typer.Option(min=1, help="Prompts per probe and length.")] = 50,
+    prose: Annotated[
+        Path | None, typer.Option(help="A long text, at least as long as the prompts; by default a bundled one.")
+    ] = None,
+    seed: SeedOption = 42,
+    chat: prompts.ChatOption = None,
+    show_prompt: Annotated[bool, typer.Option("--print-prompt", help="Show a prompt of each probe, and stop.")] = False,
+    batch_size: BatchSizeOption = None,
+    answers: AnswersOption = None,
+    dtype: options.DataTypeOption = "auto",
+    json: options.JsonOption = None,
+) -> None:
+    """What a method that trusts the last queries finds hard: later questions, early ones, other words, prose."""
+    from uniprefill_jax.calibrated import calibrated_setting
+    from uniprefill_jax.eval.probes import Asker, parse_probes, probe_cases
+    from uniprefill_jax.eval.prose import Prose
+    from uniprefill_jax.eval.settings import parse_settings
+
+    options.check_output(json)
+    options.check_output(answers, "--answers")
+    names, wanted = parse_probes(tasks), options.numbers("--lengths", lengths, int)
+    calibrated = calibrated_setting(model)
+    extra = {} if calibrated is None else {"calibrated": calibrated.config}
+    settings = parse_settings(config if config is not None else ["default", *extra], extra)
+    console = Console(stderr=True)
+    tokenizer = tokenizer_of(model)
+    in_chat = tokenizer.has_chat_template if chat is None else chat
+    text = Prose(tokenizer, prose)
+    cases = probe_cases(Asker(tokenizer, in_chat), text, names, wanted, samples, seed)
+    if show_prompt:
+        _show_cases(tokenizer, cases)
+        return
+    llm = load_model(console, model, dtype)
+    harness = f"probes, {'chat template' if in_chat else 'no chat template'}, {text.name}"
+    labels = {"model": model, "dtype": llm.dtype, "harness": harness, "seed": seed}
+    _run(console, llm, cases, settings, labels, answers, batch_size, json)
+
+
+@evaluate.command()
 def table(
     answers: Annotated[list[Path], typer.Argument(help="Files written by --answers, of one model.")],
     json: options.JsonOption = None,
@@ -141,18 +185,43 @@ def table(
         write_result(json, _command(), rows, device=", ".join(sorted(devices)))
 
 
-def _generated(
-    console: Console, model: str, tasks: Sequence[str], lengths: Sequence[int], samples: int, seed: int
-) -> Path:
-    """The folder with the generated prompts, made now or before."""
-    from checkpoints_convert import open_checkpoint
-    from uniprefill_jax.eval.prepare import cache_folder, prepare
-    from uniprefill_jax.tokenizer import load_tokenizer
+def ruler_samples(
+    console: Console,
+    model: str,
+    data: Path | None,
+    lengths: str,
+    tasks: str,
+    samples: int | None,
+    seed: int,
+    tokenizer: "Tokenizer",
+    first_question: int = 0,
+) -> "list[RulerSample]":
+    """Samples of the `data` folder, or of prompts generated now or before.
 
-    folder = cache_folder(_required(load_tokenizer(open_checkpoint(model)), model), seed, samples, 0)
-    for length, task in prepare(model, folder, tasks, lengths, samples, seed, report=_reporter(console)):
+    Raises:
+        InputError: tasks, lengths or files are not as they must be.
+    """
+    from uniprefill_jax.eval.prepare import cache_folder, prepare
+    from uniprefill_jax.eval.ruler import load_samples, parse_tasks
+
+    names = parse_tasks(tasks)
+    wanted = options.numbers("--lengths", lengths, int) if lengths else None
+    if data is not None:
+        return load_samples(data, names, wanted, samples)
+    if wanted is None:
+        raise InputError("--lengths is missing; name lengths such as 1024,4096 (or give --data)")
+    count = samples or DEFAULT_SAMPLES
+    folder = cache_folder(tokenizer, seed, count, first_question)
+    impossible = prepare(model, folder, names, wanted, count, seed, first_question, _reporter(console))
+    for length, task in impossible:
         console.print(f"left out: {task} at {length:,} tokens; RULER has no prompt that short", highlight=False)
-    return folder
+    possible = [name for name in names if any((length, name) not in impossible for length in wanted)]
+    return load_samples(folder, possible, wanted, count)
+
+
+def ruler_harness(chat: bool) -> str:
+    """How RULER's prompts were put, for the results."""
+    return f"RULER, {'chat template' if chat else 'no chat template'}, answer prefix given"
 
 
 def _reporter(console: Console):
@@ -163,36 +232,39 @@ def _reporter(console: Console):
     return report
 
 
-def _load(console: Console, model: str, dtype: options.DataType) -> "tuple[LLM, Tokenizer]":
+def load_model(console: Console, model: str, dtype: options.DataType) -> "LLM":
+    """The model, with the progress of reading it."""
     from uniprefill_jax.llm import LLM
 
     with reading(console, model) as progress:
-        llm = LLM.load(model, dtype=options.resolve_dtype(dtype), progress=progress)
-    return llm, _required(llm.tokenizer, model)
+        return LLM.load(model, dtype=options.resolve_dtype(dtype), progress=progress)
 
 
-def _required(tokenizer: "Tokenizer | None", model: str) -> "Tokenizer":
+def tokenizer_of(model: str) -> "Tokenizer":
+    """A model's tokenizer, without its weights."""
+    from checkpoints_convert import open_checkpoint
+    from uniprefill_jax.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(open_checkpoint(model))
     if tokenizer is None:
         raise InputError(f"{model} comes without a tokenizer; put its tokenizer.json beside the weights")
     return tokenizer
 
 
-def _show_prompts(model: str, samples: "Sequence[RulerSample]", chat: bool | None) -> None:
-    """The first prompt of every task and length, as tokens spell it."""
-    from checkpoints_convert import open_checkpoint
+def _show_cases(tokenizer: "Tokenizer", cases: "Sequence[Case]") -> None:
+    """The first prompt of every task and length, as tokens spell it, and what is expected."""
     from uniprefill_jax.eval.table import print_prompt
-    from uniprefill_jax.tokenizer import load_tokenizer
 
-    tokenizer = _required(load_tokenizer(open_checkpoint(model)), model)
-    in_chat = tokenizer.has_chat_template if chat is None else chat
-    console, shown = Console(), set()
-    for sample in samples:
-        if (sample.task, sample.length) not in shown:
-            shown.add((sample.task, sample.length))
-            prompt = sample.prompt(tokenizer, in_chat)
-            text = tokenizer.decode(prompt, skip_special_tokens=False)
-            title = f"{sample.task}, {sample.length:,} tokens: {len(prompt):,} in this prompt"
-            print_prompt(console, title, f"{text}\n=> {', '.join(sample.references)}")
+    console = Console()
+    first: dict[tuple[str, int], Case] = {}
+    for case in cases:
+        first.setdefault((case.task, case.length), case)
+    for case in first.values():
+        text = tokenizer.decode(case.prompt, skip_special_tokens=False)
+        if case.continuation:
+            text += f"\n[then, dropping nothing]\n{tokenizer.decode(case.continuation, skip_special_tokens=False)}"
+        title = f"{case.task}, {case.length:,} tokens: {len(case.prompt):,} in this prompt"
+        print_prompt(console, title, f"{text}\n=> {', '.join(case.references) or 'loss'}")
 
 
 def _run(
@@ -207,7 +279,7 @@ def _run(
 ) -> None:
     """Answer, show the tables, write the result file."""
     from uniprefill_jax.eval.rows import result_rows
-    from uniprefill_jax.eval.runner import run_cases
+    from uniprefill_jax.eval.runner import batch_shapes, run_cases
     from uniprefill_jax.eval.store import AnswerStore
     from uniprefill_jax.eval.table import print_phases, print_tables, showing_progress
     from uniprefill_jax.result_file import device_name, write_result
@@ -217,7 +289,7 @@ def _run(
         resolve_drop_layers(setting.config, llm.config)
     store = AnswerStore(answers, labels | {"device": device_name(), "batch_size": batch_size}, settings)
     with showing_progress(console) as report:
-        progress = run_cases(llm, cases, settings, store, batch_size, report)
+        progress = run_cases(llm, cases, settings, store, batch_shapes(cases, batch_size), report)
     print_phases(console, progress)
     asked = {case.key for case in cases}
     found = [answer for answer in store.answers.values() if (answer.length, answer.task, answer.index) in asked]

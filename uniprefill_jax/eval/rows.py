@@ -12,10 +12,8 @@ from uniprefill_jax.eval.store import Answer
 AVERAGE = "average"
 
 
-def result_rows(
-    answers: Iterable[Answer], settings: Sequence[Setting], labels: dict[str, Any], average: bool = True
-) -> list[dict[str, Any]]:
-    """One row per length, task and setting, and where `average` one per length and setting over its tasks.
+def result_rows(answers: Iterable[Answer], settings: Sequence[Setting], labels: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per length, task and setting, and one per length and setting over its tasks, but for losses.
 
     `diff` is a setting's score minus dense's, in points, with its 95% interval; times are those of the same runs. Only
     prompts count that both have answered, so that a run cut short can be looked at.
@@ -34,8 +32,9 @@ def result_rows(
                 if both:
                     pairs[task] = [own[index] for index in both], [dense[index] for index in both]
             groups = {task: [pair] for task, pair in pairs.items()}
-            if average and len(pairs) > 1:
-                groups[AVERAGE] = list(pairs.values())
+            points = [pair for pair in pairs.values() if pair[0][0].metric != "loss"]
+            if len(points) > 1:
+                groups[AVERAGE] = points
             for task, group in groups.items():
                 head = labels | {"task": task, "length": length, "method": setting.method, "config": setting.name}
                 rows.append(head | _compare([own for own, _ in group], [dense for _, dense in group]))
@@ -57,6 +56,7 @@ def _compare(own: list[list[Answer]], dense: list[list[Answer]]) -> dict[str, An
         sum(answer.prefill_ms for answers in group for answer in answers) / len(every) for group in (own, dense)
     )
     return {
+        "metric": every[0].metric if len(own) == 1 else AVERAGE,
         "samples": len(every),
         "score": round(float(np.mean([ours.mean() for ours, _ in pairs])), 4),
         "dense_score": round(float(np.mean([theirs.mean() for _, theirs in pairs])), 4),

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -50,7 +50,7 @@ def run_cases(
     cases: Sequence[Case],
     settings: Sequence[Setting],
     store: AnswerStore,
-    batch_size: int | None = None,
+    shapes: Mapping[int, BatchShape],
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Progress:
     """Answer every case under every setting, but for the answers that `store` has.
@@ -60,14 +60,14 @@ def run_cases(
         cases: by length and task.
         settings: each answers all cases.
         store: what is known and takes what is new, batch by batch.
-        batch_size: most prompts at a time; None takes what suits the device.
+        shapes: of the batches, by the cases' length (see `batch_shapes`).
         report: called after every batch.
     """
     check_lengths(llm, cases)
     progress = Progress(total=len(cases) * len(settings))
     start = time.perf_counter()
     for length_cases in _grouped(cases, lambda case: case.length):
-        shape = batch_shape(length_cases, batch_size)
+        shape = shapes[length_cases[0].length]
         for setting in settings:
             for task_cases in _grouped(length_cases, lambda case: case.task):
                 for at in range(0, len(task_cases), shape.requests):
@@ -93,14 +93,21 @@ def check_lengths(llm: LLM, cases: Sequence[Case]) -> None:
             )
 
 
-def batch_shape(cases: Sequence[Case], batch_size: int | None) -> BatchShape:
-    """One size for all batches of a length: the longest prompt of any task, and as many as suit the device."""
-    length = prompt_bucket(max(len(case.prompt) for case in cases))
-    rows = BATCH_ROWS.get(jax.default_backend(), ACCELERATOR_BATCH_ROWS)
-    most = max(Counter(case.task for case in cases).values())
-    fitting = min(max(rows // length, 1), MOST_REQUESTS)
-    requests = min(batch_size or 1 << (fitting.bit_length() - 1), most)
-    return BatchShape(requests, length, max(len(case.continuation) + case.max_tokens for case in cases))
+def batch_shapes(cases: Sequence[Case], batch_size: int | None) -> dict[int, BatchShape]:
+    """By length, one size for all batches: the longest prompt of any task, and as many prompts as suit the device.
+
+    `batch_size` overrides the number of prompts.
+    """
+    most_rows = BATCH_ROWS.get(jax.default_backend(), ACCELERATOR_BATCH_ROWS)
+    shapes = {}
+    for of_length in _grouped(cases, lambda case: case.length):
+        length = prompt_bucket(max(len(case.prompt) for case in of_length))
+        most = max(Counter(case.task for case in of_length).values())
+        fitting = min(max(most_rows // length, 1), MOST_REQUESTS)
+        requests = min(batch_size or 1 << (fitting.bit_length() - 1), most)
+        new_tokens = max(len(case.continuation) + case.max_tokens for case in of_length)
+        shapes[of_length[0].length] = BatchShape(requests, length, new_tokens)
+    return shapes
 
 
 def _answer(llm: LLM, batch: list[Case], setting: Setting, shape: BatchShape, progress: Progress) -> list[Answer]:
@@ -122,6 +129,7 @@ def _answer(llm: LLM, batch: list[Case], setting: Setting, shape: BatchShape, pr
                 setting=setting.name,
                 prompt=fingerprint(case),
                 prediction=completion.text,
+                metric=case.metric,
                 score=case.score(completion),
                 kept=prefill.segment_lengths,
                 flop_fraction=prefill.flop_fraction,

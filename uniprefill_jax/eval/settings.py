@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from uniprefill_jax.config import UniPrefillConfig
-from uniprefill_jax.errors import ConfigError, InputError
+from uniprefill_jax.errors import InputError
 
 DENSE = "dense"
 NAMED = {
@@ -30,12 +30,6 @@ class Setting:
 
     name: str
     config: UniPrefillConfig
-
-    @property
-    def definition(self) -> dict[str, Any]:
-        """All its fields, in JSON's types."""
-        values = asdict(self.config)
-        return values | {"drop_layers": _plain(values["drop_layers"])}
 
     @property
     def method(self) -> str:
@@ -82,21 +76,6 @@ def parse_settings(texts: list[str], extra: dict[str, UniPrefillConfig] | None =
     return settings
 
 
-def config_of(definition: dict[str, Any], source: str) -> UniPrefillConfig:
-    """The configuration with these fields, as `Setting.definition` spells them.
-
-    Raises:
-        ConfigError: a field that there is not, or a value that it cannot have.
-    """
-    known = {field.name for field in fields(UniPrefillConfig)}
-    unknown = sorted(set(definition) - known)
-    if unknown:
-        raise ConfigError(f"{source}: no field {unknown[0]!r}; fields are {', '.join(sorted(known))}")
-    layers = definition.get("drop_layers", "auto")
-    values: dict[str, Any] = {**definition, "drop_layers": layers if layers == "auto" else tuple(layers)}
-    return UniPrefillConfig(**values)
-
-
 def _value(text: str, field: str, value: str, kind: Any) -> Any:
     if field == "drop_layers":
         if value in ("auto", "none"):
@@ -111,7 +90,3 @@ def _value(text: str, field: str, value: str, kind: Any) -> Any:
         return kind(value)
     except ValueError:
         raise InputError(f"--config {text!r}: {field} is {value!r}; use a number") from None
-
-
-def _plain(layers: Any) -> Any:
-    return layers if isinstance(layers, str) else list(layers)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from uniprefill_jax.config import config_of
 from uniprefill_jax.errors import InputError
 from uniprefill_jax.eval.cases import Case
-from uniprefill_jax.eval.settings import Setting, config_of
+from uniprefill_jax.eval.settings import Setting
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Answer:
         setting: name of the setting.
         prompt: fingerprint of everything that was fed.
         prediction: the answer's text.
-        score: see `Case.score`.
+        metric, score: see `Case`.
         kept: tokens of every segment, the prompt's first.
         flop_fraction: operations over those of a dense prefill.
         prefill_ms: this prompt's share of its batch's prefill.
@@ -35,6 +36,7 @@ class Answer:
     setting: str
     prompt: str
     prediction: str
+    metric: str
     score: float
     kept: tuple[int, ...]
     flop_fraction: float
@@ -96,12 +98,21 @@ class AnswerStore:
             raise InputError(f"{path} holds no answers; was it made by an eval command?")
         if not lines:
             self._write({"common": common})
+        self.define(settings)
+
+    def define(self, settings: Iterable[Setting]) -> None:
+        """Take in more settings.
+
+        Raises:
+            InputError: the file holds answers of another setting of the same name.
+        """
         for setting in settings:
             if setting.name not in self.definitions:
-                self._write({"name": setting.name, "definition": setting.definition})
-            elif self.definitions[setting.name] != setting.definition:
+                self._write({"name": setting.name, "definition": setting.config.definition})
+                self.definitions[setting.name] = setting.config.definition
+            elif self.definitions[setting.name] != setting.config.definition:
                 raise InputError(
-                    f"{path} holds answers of another setting named {setting.name!r} "
+                    f"{self.path} holds answers of another setting named {setting.name!r} "
                     f"({self.definitions[setting.name]}); name another file to begin anew"
                 )
 

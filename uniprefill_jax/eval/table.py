@@ -58,14 +58,12 @@ def print_prompt(console: Console, title: str, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_tables(console: Console, rows: Sequence[dict[str, Any]], unit: str = "points") -> None:
+def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """For each length a table of tasks by settings (with the difference to dense), and one of the averages."""
     for length in dict.fromkeys(row["length"] for row in rows):
         own = [row for row in rows if row["length"] == length]
         settings = list(dict.fromkeys(row["config"] for row in own))
-        table = Table(
-            title=f"{length:,} tokens, {unit}: score (difference to dense, 95% interval)", title_justify="left"
-        )
+        table = Table(title=f"{length:,} tokens: score (difference to dense, 95% interval)", title_justify="left")
         table.add_column("task")
         for setting in settings:
             table.add_column(setting, justify="right", overflow="fold")
