@@ -60,6 +60,31 @@ def test_what_cannot_be_shown_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "<script>alert(1)</script>" in page.by_id("not-shown").parents[-1].text and not page.all("script")
 
 
+def test_settings_that_differ_in_top_p_share_a_line(tmp_path: Path):
+    head = {"model": "m", "length": 1024, "method": "uniprefill", "dense_score": 80.0, "diff": -1.0, "samples": 9}
+    rows = [
+        head | {"task": task, "config": config, "score": score, "flop_fraction": fraction}
+        for task in ("vt", "average")
+        for config, score, fraction in (
+            ("dense", 80.0, 1.0),
+            ("top_p=0.9", 60.0, 0.7),
+            ("top_p=0.99", 75.0, 0.9),
+            ("score=peak,top_p=0.9", 79.0, 0.5),
+        )
+    ]
+    searched = {"config": "carry", "loss": 0.1, "loss_limit": 0.4, "flop_fraction": 0.6, "prompts": 600}
+    for name, own in (("ruler.json", rows), ("calibration.json", [searched])):
+        content = {"command": "c", "date": "d", "device": "e", "versions": {"jax": "1"}, "rows": own}
+        (tmp_path / name).write_text(json.dumps(content))
+    html, unreadable = build_report(tmp_path)
+    page = Page(html)
+    assert not unreadable and len(page.all("figure")) == 2
+    (svg,) = page.all("svg")
+    texts = [element.text.strip() for element in page.all("text") if svg in element.parents]
+    assert [text for text in texts if text in ("dense", "default", "score=peak")] == ["dense", "default", "score=peak"]
+    assert "Score against operations: average" in texts and "100%" in texts
+
+
 def test_a_folder_without_results_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="holds no .json file"):
         build_report(tmp_path)

@@ -35,6 +35,7 @@ def calibrate(
     chat: prompts.ChatOption = None,
     batch_size: evaluation.BatchSizeOption = None,
     answers: evaluation.AnswersOption = None,
+    name: evaluation.NameOption = None,
     out: Annotated[Path | None, typer.Option(help="Write the setting here instead of beside the model.")] = None,
     dtype: options.DataTypeOption = "auto",
     json: options.JsonOption = None,
@@ -63,7 +64,7 @@ def calibrate(
     cases = [sample.case(tokenizer, in_chat) for sample in chosen]
     llm = evaluation.load_model(console, model, dtype)
     labels = {
-        "model": model,
+        "model": name or model,
         "dtype": llm.dtype,
         "harness": evaluation.ruler_harness(in_chat),
         "seed": None if data is not None else seed,

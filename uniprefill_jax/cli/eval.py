@@ -40,6 +40,7 @@ SeedOption = Annotated[int, typer.Option(help="Seed of the prompts; 42 is RULER'
 BatchSizeOption = Annotated[
     int | None, typer.Option(min=1, help="Most prompts at a time; by default what suits the device.")
 ]
+NameOption = Annotated[str | None, typer.Option(help="What results call the model; by default MODEL itself.")]
 AnswersOption = Annotated[
     Path | None,
     typer.Option("--answers", help="Keep every answer in this file; the same command goes on where it stopped."),
@@ -61,6 +62,7 @@ def ruler(
     show_prompt: Annotated[bool, typer.Option("--print-prompt", help="Show a prompt of each task, and stop.")] = False,
     batch_size: BatchSizeOption = None,
     answers: AnswersOption = None,
+    name: NameOption = None,
     dtype: options.DataTypeOption = "auto",
     json: options.JsonOption = None,
 ) -> None:
@@ -83,7 +85,7 @@ def ruler(
         return
     llm = load_model(console, model, dtype)
     labels = {
-        "model": model,
+        "model": name or model,
         "dtype": llm.dtype,
         "harness": ruler_harness(in_chat),
         "seed": seed if data is None else None,
@@ -131,6 +133,7 @@ def probes(
     show_prompt: Annotated[bool, typer.Option("--print-prompt", help="Show a prompt of each probe, and stop.")] = False,
     batch_size: BatchSizeOption = None,
     answers: AnswersOption = None,
+    name: NameOption = None,
     dtype: options.DataTypeOption = "auto",
     json: options.JsonOption = None,
 ) -> None:
@@ -156,7 +159,7 @@ def probes(
         return
     llm = load_model(console, model, dtype)
     harness = f"probes, {'chat template' if in_chat else 'no chat template'}, {text.name}"
-    labels = {"model": model, "dtype": llm.dtype, "harness": harness, "seed": seed}
+    labels = {"model": name or model, "dtype": llm.dtype, "harness": harness, "seed": seed}
     _run(console, llm, cases, settings, labels, answers, batch_size, json)
 
 

@@ -1,5 +1,6 @@
 """Runs cases under every setting, the same prompts for all, in batches that share compiled programs."""
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,10 +17,10 @@ from uniprefill_jax.eval.store import Answer, AnswerStore, fingerprint
 from uniprefill_jax.llm import LLM
 from uniprefill_jax.sparsify.buckets import prompt_bucket
 
-# Rows of a batch. Decoding attends from every request to the rows of all: on a GPU that is free up to about so many,
-# on a CPU it costs.
-BATCH_ROWS = {"cpu": 4096}
-ACCELERATOR_BATCH_ROWS = 65536
+# Decoding attends from every request of a batch to the rows of all: its cost grows with requests squared times length.
+# On an accelerator so much of it costs about as much as the rest of a small model's step; a CPU can afford less.
+REQUESTS_SQUARED_TIMES_LENGTH = {"cpu": 2**14}
+ON_ACCELERATORS = 2**21
 MOST_REQUESTS = 64
 
 
@@ -98,13 +99,13 @@ def batch_shapes(cases: Sequence[Case], batch_size: int | None) -> dict[int, Bat
 
     `batch_size` overrides the number of prompts.
     """
-    most_rows = BATCH_ROWS.get(jax.default_backend(), ACCELERATOR_BATCH_ROWS)
+    affordable = REQUESTS_SQUARED_TIMES_LENGTH.get(jax.default_backend(), ON_ACCELERATORS)
     shapes = {}
     for of_length in _grouped(cases, lambda case: case.length):
         length = prompt_bucket(max(len(case.prompt) for case in of_length))
         most = max(Counter(case.task for case in of_length).values())
-        fitting = min(max(most_rows // length, 1), MOST_REQUESTS)
-        requests = min(batch_size or 1 << (fitting.bit_length() - 1), most)
+        power = max(0, math.floor(math.log2(affordable / length) / 2 + 0.5))
+        requests = min(batch_size or min(2**power, MOST_REQUESTS), most)
         new_tokens = max(len(case.continuation) + case.max_tokens for case in of_length)
         shapes[of_length[0].length] = BatchShape(requests, length, new_tokens)
     return shapes
