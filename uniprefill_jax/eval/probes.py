@@ -25,7 +25,8 @@ ANSWER_TOKENS = 16
 LOSS_TOKENS = 1024
 LOSS_SHARE = 4  # a short prompt gives up no more than a quarter of its length to the loss
 ROOM = 64  # for a chat template, and for what splitting and joining text adds
-NUM_RULES = 24
+NUM_RULES = 16
+SINK_RULES = 10  # that may lie among the first tokens, which always stay
 MOST_DRAWS = 50  # of few-shot examples per 8 tokens of prompt
 
 # Things that have a number, and a question for it that shares no content word with the statement.
@@ -155,9 +156,9 @@ class Maker:
     def instructions_first(self, length: int, draw: random.Random) -> dict:
         """Rules before the document; beyond the sink tokens, which always stay, lies the one that is asked for."""
         topics, values = draw.sample(_TOPICS, NUM_RULES), _values(draw, NUM_RULES)
-        rules = [f"When asked about {topic}, reply {value}." for topic, value in zip(topics, values, strict=True)]
-        asked = draw.randrange(NUM_RULES // 2, NUM_RULES)
-        question = Question(f"You are asked about {topics[asked]}.", "The reply is")
+        rules = [f"If the topic is {topic}, the reply is {value}." for topic, value in zip(topics, values, strict=True)]
+        asked = draw.randrange(SINK_RULES, NUM_RULES)
+        question = Question(f"Now the topic is {topics[asked]}.", f"The topic is {topics[asked]}, the reply is")
         opening = "Follow these rules. " + " ".join(rules)
         text = self.prose.haystack(self.text_tokens(length, question.text, opening), [], draw)
         return {"prompt": self.asker.ask(_after(f"{opening}\n\n{text}", question)), "references": (values[asked],)}
