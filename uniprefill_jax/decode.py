@@ -1,9 +1,12 @@
-"""One decode step of a batch: attention over what the prefill kept plus the tokens generated so far, recurrent steps.
+"""Decoding a batch: attention over what the prefill kept plus the tokens generated so far, recurrent steps.
 
-Prompt rows stay packed as the prefill left them, one length per request and segment; generated tokens have a store of
-their own, so a prompt's cache is never copied or padded. Positions go on from the prompt's full length (paper Eq. 17).
+Many steps are one program, a loop on the device that ends with the last request: the host is asked for nothing between
+tokens. Prompt rows stay packed as the prefill left them, one length per request and segment; generated tokens have a
+store of their own, so a prompt's cache is never copied or padded. Positions go on from the prompt's full length (paper
+Eq. 17).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -30,17 +33,19 @@ class DecodePlan:
         segment_of_layer: whose rows each layer's prompt cache holds.
         window_meaning: whether windows count original positions or kept tokens.
         capacity: most tokens that can be generated.
+        logprobs: whether the log-probability of every token is kept.
     """
 
     model: ModelConfig
     segment_of_layer: tuple[int, ...]
     window_meaning: WindowMeaning
     capacity: int
+    logprobs: bool = False
 
     @classmethod
-    def after(cls, plan: PrefillPlan, capacity: int) -> "DecodePlan":
+    def after(cls, plan: PrefillPlan, capacity: int, logprobs: bool = False) -> "DecodePlan":
         """The plan that continues a prefill."""
-        return cls(plan.model, plan.segment_of_layer, plan.config.sliding_window, capacity)
+        return cls(plan.model, plan.segment_of_layer, plan.config.sliding_window, capacity, logprobs)
 
 
 @struct.dataclass
@@ -54,6 +59,36 @@ class DecodeState:
     step: Int32[Array, ""]
 
 
+@struct.dataclass
+class Continuation:
+    """What the tokens after a prompt have to be, and which of them end a request.
+
+    Attributes:
+        given: tokens to be fed instead of drawn ones, from the first after the prompt on; -1 where one is drawn.
+        end_tokens: a drawn token among these ends its request.
+    """
+
+    given: Int32[Array, "capacity B"]
+    end_tokens: Int32[Array, " ends"]
+
+
+@struct.dataclass
+class DecodeRun:
+    """A batch on its way.
+
+    Attributes:
+        state: the caches, and how many tokens were fed.
+        tokens: the tokens so far; row `state.step` is the next to be fed, rows after it are not known yet.
+        logprobs: their natural log-probabilities, float32, from row 1 on; None unless the plan asks for them.
+        ended: requests whose tokens no longer count, empty slots among them.
+    """
+
+    state: DecodeState
+    tokens: Int32[Array, "capacity B"]
+    logprobs: Float[Array, "capacity B"] | None
+    ended: Bool[Array, " B"]
+
+
 def start_decode(plan: DecodePlan, prompt_caches: LayerCaches, num_requests: int) -> DecodeState:
     """Empty stores for generated tokens; recurrent states go on from the prompt's."""
     caches: LayerCaches = {}
@@ -65,6 +100,46 @@ def start_decode(plan: DecodePlan, prompt_caches: LayerCaches, num_requests: int
         else:
             caches[kind] = cache
     return DecodeState(caches, jnp.zeros((), jnp.int32))
+
+
+def start_run(state: DecodeState, plan: DecodePlan, first: Int32[Array, " B"], ended: Bool[Array, " B"]) -> DecodeRun:
+    """The run that begins with the `first` tokens, drawn or given."""
+    shape = (plan.capacity, first.shape[0])
+    logprobs = jnp.zeros(shape, jnp.float32) if plan.logprobs else None
+    return DecodeRun(state, jnp.zeros(shape, jnp.int32).at[0].set(first), logprobs, ended)
+
+
+def decode_until(
+    plan: DecodePlan,
+    model: CausalLM,
+    prompt_caches: LayerCaches,
+    segments: SegmentRows,
+    continuation: Continuation,
+    draw: Callable[[Float[Array, "B vocab"], Int32[Array, ""]], Int32[Array, " B"]],
+    run: DecodeRun,
+    stop: Int32[Array, ""],
+) -> DecodeRun:
+    """Steps until token `stop` (below `plan.capacity`) is known, or every request has ended.
+
+    `draw(logits, number)` gives the tokens of that number, counted from the first after the prompt.
+    """
+
+    def step(run: DecodeRun) -> DecodeRun:
+        tokens = run.tokens[run.state.step]
+        logits, state = decode_step(plan, model, prompt_caches, segments, run.state, tokens)
+        given, drawn = continuation.given[state.step], draw(logits, state.step)
+        is_drawn = given < 0
+        tokens = jnp.where(is_drawn, drawn, given)
+        logprobs = run.logprobs
+        if logprobs is not None:
+            with jax.named_scope("token_logprobs"):
+                values = jax.nn.log_softmax(logits, axis=-1)
+                own = jnp.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+            logprobs = logprobs.at[state.step].set(own)
+        ends = is_drawn & (tokens[:, None] == continuation.end_tokens).any(axis=-1)
+        return DecodeRun(state, run.tokens.at[state.step].set(tokens), logprobs, run.ended | ends)
+
+    return jax.lax.while_loop(lambda run: (run.state.step < stop) & ~run.ended.all(), step, run)
 
 
 def decode_step(

@@ -4,15 +4,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float, Int32
 
-from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
-from uniprefill_jax.decode import DecodePlan
+from uniprefill_jax.calibrated import CalibratedSetting, calibrated_setting
+from uniprefill_jax.config import BatchShape, SamplingConfig, UniPrefillConfig
+from uniprefill_jax.decode import Continuation, DecodePlan
 from uniprefill_jax.errors import ConfigError, InputError
 from uniprefill_jax.models.causal_lm import CausalLM, ignored_tensors
 from uniprefill_jax.models.config import read_model_config
@@ -29,6 +31,8 @@ from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 if TYPE_CHECKING:
     from uniprefill_jax.tokenizer import Tokenizer
 
+# Tokens between two looks of the host at texts that a stop string may end.
+STEPS_BETWEEN_STOPS = 16
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Prompt = str | Sequence[int]
 Parameters = Callable[[CausalLM, ChooseSharding | None], dict[str, jax.Array]]
@@ -42,6 +46,15 @@ class _PrefilledBatch:
     plan: PrefillPlan
     output: PrefillOutput
     results: list[PrefillResult]
+    new_tokens: int  # to compile decode programs for, at least
+
+
+class _DecodedPiece(NamedTuple):
+    """The next tokens of every request, their log-probabilities where any were given (else zeros), time to compile."""
+
+    tokens: Int32[np.ndarray, "steps B"]
+    logprobs: Float[np.ndarray, "steps B"]
+    compile_seconds: float
 
 
 class LLM:
@@ -53,6 +66,8 @@ class LLM:
         tokenizer: text to tokens and back; None where the checkpoint has none.
         mesh: see `make_mesh`; None for one device.
         replicas: the compiled programs of every data replica of the mesh; without one there is a single entry.
+        calibrated: the setting found for this model by `uniprefill calibrate`, if there is one.
+        default_config: the setting of calls that name none: the calibrated one, or `UniPrefillConfig()`.
     """
 
     def __init__(
@@ -62,6 +77,7 @@ class LLM:
         dtype: str,
         tokenizer: "Tokenizer | None" = None,
         mesh: Mesh | None = None,
+        calibrated: CalibratedSetting | None = None,
     ):
         """Use `LLM.load` or `LLM.from_config`."""
         if dtype not in DTYPES:
@@ -71,6 +87,9 @@ class LLM:
         self.dtype = dtype
         self.tokenizer = tokenizer
         self.mesh = mesh
+        self.calibrated = calibrated
+        self.default_config = UniPrefillConfig() if calibrated is None else calibrated.config
+        resolve_drop_layers(self.default_config, self.config)  # a calibrated one may be of another model
         model = CausalLM(self.config, DTYPES[dtype])
         if mesh is None:
             state = with_parameters(model, parameters(model, None))
@@ -96,7 +115,8 @@ class LLM:
         """Load a Hugging Face folder, a .gguf file, a converted (Orbax) folder, or a packaged model by its alias.
 
         `progress` is called with bytes done and in all. With a mesh (`make_mesh`) the model is cut over its devices
-        and each process reads what its own devices hold. Raises CheckpointError or ConfigError, one line each.
+        and each process reads what its own devices hold. A setting that `uniprefill calibrate` wrote beside the model
+        becomes the default of its calls. Raises CheckpointError or ConfigError, one line each.
         """
         # Random weights (`from_config`) need none of the readers, nor the libraries behind them.
         from checkpoints_convert import load_parameters, open_checkpoint
@@ -115,7 +135,7 @@ class LLM:
                 progress=progress,
             )
 
-        return cls(source.config, parameters, dtype, load_tokenizer(source), mesh)
+        return cls(source.config, parameters, dtype, load_tokenizer(source), mesh, calibrated_setting(path))
 
     @classmethod
     def from_config(
@@ -127,39 +147,76 @@ class LLM:
         """
         return cls(config, lambda model, sharding: initialise(model, seed, sharding), dtype, mesh=mesh)
 
-    def prefill(self, prompts: Sequence[Prompt], config: UniPrefillConfig | None = None) -> list[PrefillResult]:
+    def prefill(
+        self, prompts: Sequence[Prompt], config: UniPrefillConfig | None = None, *, shape: BatchShape | None = None
+    ) -> list[PrefillResult]:
         """Prefill a ragged batch of prompts (token ids, or text where there is a tokenizer); one result each.
 
+        With a `shape` the programs are those of all batches that fit into it (of each data replica's share, on a mesh).
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt over the model's length.
         """
-        own = config or UniPrefillConfig()
-        return self._on_replicas(prompts, lambda programs, ids: self._prefill(programs, ids, own).results)
+        own, ids = config or self.default_config, self._checked(prompts)
+        return self._on_replicas(
+            ids, lambda programs, share: self._prefill(programs, [ids[at] for at in share], own, shape).results
+        )
 
     def generate(
         self,
         prompts: Sequence[Prompt],
         config: UniPrefillConfig | None = None,
         sampling: SamplingConfig | None = None,
+        *,
+        continuations: Sequence[Prompt] | None = None,
+        shape: BatchShape | None = None,
     ) -> list[Completion]:
-        """Prefill a ragged batch and decode until every request has ended; one completion each."""
-        own, drawn = config or UniPrefillConfig(), sampling or SamplingConfig()
-        return self._on_replicas(prompts, lambda programs, ids: self._generate(programs, ids, own, drawn))
+        """Prefill a ragged batch and decode until every request has ended; one completion each.
 
-    def _generate(
-        self, programs: Programs, prompts: list[list[int]], config: UniPrefillConfig, sampling: SamplingConfig
-    ) -> list[Completion]:
-        batch = self._prefill(programs, prompts, config)
-        texts = [GrowingText(self.tokenizer, sampling, limit) for limit in self._token_limits(batch, sampling)]
+        `continuations` (one per prompt, perhaps empty) are tokens that follow the prompts: they are fed one by one over
+        what the prefill kept, as later turns of a conversation are, and only after them tokens are drawn. Nothing is
+        dropped for them, and their log-probabilities are in the completions. `shape` as for `prefill`.
+        """
+        own, drawn, ids = config or self.default_config, sampling or SamplingConfig(), self._checked(prompts)
+        given = self._continuations(continuations, ids)
+
+        def work(programs: Programs, share: list[int]) -> list[Completion]:
+            batch = self._prefill(programs, [ids[at] for at in share], own, shape)
+            return self._complete(batch, drawn, [given[at] for at in share])
+
+        return self._on_replicas(ids, work)
+
+    def _complete(self, batch: _PrefilledBatch, sampling: SamplingConfig, given: list[list[int]]) -> list[Completion]:
+        limits = self._token_limits(batch, sampling, given)
+        texts = [
+            GrowingText(self.tokenizer, sampling, limit - len(tokens))
+            for limit, tokens in zip(limits, given, strict=True)
+        ]
+        # The host looks at the tokens when all are there, or, where a text may end the request, now and then.
+        steps = STEPS_BETWEEN_STOPS if sampling.stop else max(limits)
+        logprobs, compiling, number = [], 0.0, 0
         start = time.perf_counter()
-        for tokens in self._decode(batch, sampling):
-            for text, token in zip(texts, tokens, strict=True):
-                text.push(int(token))
+        for piece in self._decode(batch, sampling, given, limits, steps):
+            logprobs.append(piece.logprobs)
+            compiling += piece.compile_seconds
+            for tokens in piece.tokens:
+                for text, own, token in zip(texts, given, tokens, strict=True):
+                    if number >= len(own):
+                        text.push(int(token))
+                number += 1
             if all(text.ended for text in texts):
                 break
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start - compiling
+        likely = np.concatenate(logprobs)
         return [
-            Completion(text.token_ids, text.finish(), text.finish_reason, result, seconds)
-            for text, result in zip(texts, batch.results, strict=True)
+            Completion(
+                token_ids=text.token_ids,
+                text=text.finish(),
+                finish_reason=text.finish_reason,
+                prefill=result,
+                decode_seconds=seconds,
+                decode_compile_seconds=compiling,
+                continuation_logprobs=likely[: len(own), request].copy(),
+            )
+            for request, (text, own, result) in enumerate(zip(texts, given, batch.results, strict=True))
         ]
 
     def stream(
@@ -170,30 +227,39 @@ class LLM:
         Text that may turn out to be part of a stop string is held back until it is settled.
         """
         sampling = sampling or SamplingConfig()
-        ids = [self._token_ids(prompt)]
-        self._check(ids)
-        batch = self._prefill(self.programs, ids, config or UniPrefillConfig())
-        text = GrowingText(self.tokenizer, sampling, *self._token_limits(batch, sampling))
-        for tokens in self._decode(batch, sampling):
-            token = int(tokens[0])
+        batch = self._prefill(self.programs, self._checked([prompt]), config or self.default_config)
+        limits = self._token_limits(batch, sampling, [[]])
+        text = GrowingText(self.tokenizer, sampling, *limits)
+        for piece in self._decode(batch, sampling, [[]], limits, steps=1):
+            token = int(piece.tokens[0, 0])
             yield token, text.push(token)
             if text.ended:
                 return
 
     def _on_replicas[Result](
-        self, prompts: Sequence[Prompt], work: Callable[[Programs, list[list[int]]], list[Result]]
+        self, prompts: list[list[int]], work: Callable[[Programs, list[int]], list[Result]]
     ) -> list[Result]:
-        """`work` on every replica with its share of the prompts; the results in the order of the prompts."""
+        """`work` on every replica with the numbers of its share of the prompts; the results in the prompts' order."""
+        shares = deal([len(prompt) for prompt in prompts], len(self.replicas))
+        return on_each(self.replicas, shares, work)
+
+    def _checked(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         ids = [self._token_ids(prompt) for prompt in prompts]
         self._check(ids)
-        shares = deal([len(prompt) for prompt in ids], len(self.replicas))
-        return on_each(self.replicas, shares, lambda programs, share: work(programs, [ids[at] for at in share]))
+        return ids
+
+    def _continuations(self, continuations: Sequence[Prompt] | None, prompts: list[list[int]]) -> list[list[int]]:
+        if continuations is None:
+            return [[] for _ in prompts]
+        given = [self._token_ids(continuation) for continuation in continuations]
+        if len(given) != len(prompts):
+            raise InputError(f"{len(given)} continuations for {len(prompts)} prompts; give one each, [] for none")
+        self._check([prompt + tokens for prompt, tokens in zip(prompts, given, strict=True)])
+        return given
 
     def checked_tokens(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt; InputError where `prefill` would raise it."""
-        ids = self._token_ids(prompt)
-        self._check([ids])
-        return ids
+        return self._checked([prompt])[0]
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -225,13 +291,24 @@ class LLM:
                     "was it made with another tokenizer?"
                 )
 
-    def _prefill(self, programs: Programs, prompts: list[list[int]], config: UniPrefillConfig) -> _PrefilledBatch:
+    def _prefill(
+        self,
+        programs: Programs,
+        prompts: list[list[int]],
+        config: UniPrefillConfig,
+        shape: BatchShape | None = None,
+    ) -> _PrefilledBatch:
         lengths = [len(prompt) for prompt in prompts]
+        if shape is not None and (len(lengths) > shape.requests or max(lengths) > shape.length):
+            raise InputError(
+                f"{len(lengths)} prompts of up to {max(lengths)} tokens do not fit into a batch of {shape.requests} of "
+                f"{shape.length}; split it, or compile for more"
+            )
         plan = PrefillPlan.for_batch(
             self.config,
             config,
             resolve_drop_layers(config, self.config),
-            lengths,
+            lengths if shape is None else [shape.length] * shape.requests,
             DTYPES[self.dtype],
             on_mesh=self.mesh is not None,
         )
@@ -245,7 +322,7 @@ class LLM:
         seconds = time.perf_counter() - start
         host = jax.device_get(output._replace(caches={}))
         results = [self._result(plan, host, request, seconds, compile_seconds) for request in range(len(prompts))]
-        return _PrefilledBatch(programs, plan, output, results)
+        return _PrefilledBatch(programs, plan, output, results, 1 if shape is None else shape.new_tokens)
 
     def _result(
         self, plan: PrefillPlan, output: PrefillOutput, request: int, seconds: float, compile_seconds: float
@@ -282,28 +359,63 @@ class LLM:
             compile_seconds=compile_seconds,
         )
 
-    def _token_limits(self, batch: _PrefilledBatch, sampling: SamplingConfig) -> list[int]:
-        """Most tokens each request can get: the one after the model's last position can be drawn, but not fed back."""
-        room = [self.config.max_position - result.segment_lengths[0] + 1 for result in batch.results]
-        return [min(sampling.max_tokens, tokens) for tokens in room]
+    def _token_limits(self, batch: _PrefilledBatch, sampling: SamplingConfig, given: list[list[int]]) -> list[int]:
+        """Most tokens after each prompt, given ones included.
 
-    def _decode(self, batch: _PrefilledBatch, sampling: SamplingConfig) -> Iterator[np.ndarray]:
-        """Tokens of every request, step by step, until the last request's limit is reached."""
-        num_requests = len(batch.results)
-        limit = max(self._token_limits(batch, sampling))
-        programs = batch.programs
+        The one after the model's last position can be drawn, but not fed back.
+        """
+        return [
+            min(len(tokens) + sampling.max_tokens, self.config.max_position - result.segment_lengths[0] + 1)
+            for tokens, result in zip(given, batch.results, strict=True)
+        ]
+
+    def _decode(
+        self,
+        batch: _PrefilledBatch,
+        sampling: SamplingConfig,
+        given: list[list[int]],
+        limits: list[int],
+        steps: int,
+    ) -> Iterator[_DecodedPiece]:
+        """Tokens of every request, `steps` at a time, until all have ended or the last one's limit is reached."""
+        programs, slots, count = batch.programs, batch.plan.num_requests, len(batch.results)
+        limit, some_given = max(limits), any(given)
+        plan = DecodePlan.after(batch.plan, _capacity(max(limit, batch.new_tokens)), logprobs=some_given)
+        wanted = np.full((plan.capacity, slots), -1, np.int32)
+        for request, tokens in enumerate(given):
+            wanted[: len(tokens), request] = tokens
+        ends = () if self.tokenizer is None or sampling.ignore_eos else self.tokenizer.eos_token_ids
+        end_tokens = np.asarray(ends, np.int32)
+
         kind, numbers = SamplingKind.of(sampling), programs.put(SamplingNumbers.of(sampling))
-        tokens, _ = programs.sample(kind, numbers, batch.output.logits)
-        yield np.asarray(tokens)[:num_requests]
-        if limit == 1:
+        tokens, compiling = programs.sample(kind, numbers, batch.output.logits)
+        drawn = np.asarray(tokens)
+        first = np.where(wanted[0] < 0, drawn, wanted[0])
+        own = np.asarray([_logprob(result.logits, token) for result, token in zip(batch.results, first, strict=False)])
+        yield _DecodedPiece(first[None, :count], own[None], compiling)
+        ended = (wanted[0] < 0) & np.isin(first, end_tokens)
+        ended[count:] = True
+        if limit == 1 or ended.all():
             return
-        plan = DecodePlan.after(batch.plan, capacity=_capacity(limit - 1))
-        state, _ = programs.start_decode(plan, batch.output)
-        for _ in range(limit - 1):
-            (tokens, state), _ = programs.decode(
-                plan, kind, numbers, batch.output.caches, batch.output.segments, state, tokens
+        run, compiling = programs.start_decode(plan, batch.output, *programs.put((first, ended)))
+        continuation = Continuation(*programs.put((wanted, end_tokens)))
+        for start in range(0, limit - 1, steps):
+            stop = min(start + steps, limit - 1)
+            run, seconds = programs.decode(
+                plan,
+                kind,
+                numbers,
+                batch.output.caches,
+                batch.output.segments,
+                continuation,
+                run,
+                programs.put(np.int32(stop)),
             )
-            yield np.asarray(tokens)[:num_requests]
+            tokens, logprobs = jax.device_get((run.tokens, run.logprobs))
+            known = slice(start + 1, stop + 1)
+            likely = np.zeros((stop - start, count), np.float32) if logprobs is None else logprobs[known, :count]
+            yield _DecodedPiece(tokens[known, :count], likely, compiling + seconds)
+            compiling = 0.0
 
 
 class GrowingText:
@@ -373,6 +485,12 @@ def _replicas(
         own = {path: on_replica(array, rules.mesh, mesh) for path, array in parameters.items()}
         replicas.append(Programs(model, with_parameters(model, own), dtype, ShardingRules(mesh, rules.mesh_axes)))
     return replicas
+
+
+def _logprob(logits: Float[np.ndarray, " vocab"], token: int) -> float:
+    """Natural log-probability of one token."""
+    shifted = logits - logits.max()
+    return float(shifted[token] - np.log(np.exp(shifted).sum()))
 
 
 def _capacity(tokens: int) -> int:

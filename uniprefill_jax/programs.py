@@ -16,7 +16,14 @@ import numpy as np
 from flax import nnx
 
 from uniprefill_jax.config import UniPrefillConfig
-from uniprefill_jax.decode import DecodePlan, DecodeState, decode_step, start_decode
+from uniprefill_jax.decode import (
+    Continuation,
+    DecodePlan,
+    DecodeRun,
+    decode_until,
+    start_decode,
+    start_run,
+)
 from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.parallel.mesh import replicate
@@ -85,12 +92,14 @@ class Programs:
         function = partial(_prefill, self.graph, key, self.rules)
         return self._program(key, function, (self.parameters, *inputs))
 
-    def start_decode(self, plan: DecodePlan, output: PrefillOutput) -> tuple[DecodeState, float]:
-        """Empty stores for the tokens to come."""
-        num_requests = output.logits.shape[0]
-        key = ("start_decode", plan, num_requests, _shapes(output.caches))
-        program, seconds = self._program(key, partial(_start_decode, plan, num_requests, self.rules), (output.caches,))
-        return program(output.caches), seconds
+    def start_decode(
+        self, plan: DecodePlan, output: PrefillOutput, first: jax.Array, ended: jax.Array
+    ) -> tuple[DecodeRun, float]:
+        """A run that begins with the `first` tokens after the prompts, of requests some of which may have `ended`."""
+        key = ("start_decode", plan, first.shape, _shapes(output.caches))
+        arguments = (output.caches, first, ended)
+        program, seconds = self._program(key, partial(_start_decode, plan, self.rules), arguments)
+        return program(*arguments), seconds
 
     def decode(
         self,
@@ -99,18 +108,18 @@ class Programs:
         numbers: SamplingNumbers,
         caches: LayerCaches,
         segments: SegmentRows,
-        state: DecodeState,
-        tokens: jax.Array,
-    ) -> tuple[tuple[jax.Array, DecodeState], float]:
-        """One step: the next tokens and the state after it. `state` is consumed."""
-        inputs = (caches, segments, state, tokens, numbers)
+        continuation: Continuation,
+        run: DecodeRun,
+        stop: jax.Array,
+    ) -> tuple[DecodeRun, float]:
+        """The run when token `stop` is known or every request has ended. `run` is consumed."""
+        inputs = (caches, segments, run, numbers, continuation, stop)
         program, seconds = self.compile_decode(plan, kind, *inputs)
         return program(self.parameters, *inputs), seconds
 
     def compile_decode(self, plan: DecodePlan, kind: SamplingKind, *inputs: Any) -> tuple[Callable[..., Any], float]:
-        """The program of a decode step, a function of the parameters and of inputs like these."""
-        caches, segments, _, tokens, _ = inputs
-        key = ("decode", plan, kind, _shapes((caches, segments, tokens)))
+        """The program of `decode`, a function of the parameters and of inputs like these."""
+        key = ("decode", plan, kind, _shapes(inputs))
         function = partial(_decode, self.graph, plan, kind, self.rules)
         return self._program(key, function, (self.parameters, *inputs), donate=(3,))
 
@@ -146,8 +155,10 @@ def _prefill(
     return rules.constrain_replicated(output._replace(caches={}))._replace(logits=logits, caches=caches)
 
 
-def _start_decode(plan: DecodePlan, num_requests: int, rules: ShardingRules | None, caches: LayerCaches) -> DecodeState:
-    return _placed(start_decode(plan, caches, num_requests), rules)
+def _start_decode(
+    plan: DecodePlan, rules: ShardingRules | None, caches: LayerCaches, first: jax.Array, ended: jax.Array
+) -> DecodeRun:
+    return _placed(start_run(start_decode(plan, caches, first.shape[0]), plan, first, ended), rules)
 
 
 def _decode(
@@ -158,12 +169,16 @@ def _decode(
     parameters: nnx.State,
     caches: LayerCaches,
     segments: SegmentRows,
-    state: DecodeState,
-    tokens: jax.Array,
+    run: DecodeRun,
     numbers: SamplingNumbers,
-) -> tuple[jax.Array, DecodeState]:
-    logits, after = decode_step(plan, nnx.merge(graph, parameters), caches, segments, state, tokens)
-    return _sample(kind, rules, logits, numbers, after.step), _placed(after, rules)
+    continuation: Continuation,
+    stop: jax.Array,
+) -> DecodeRun:
+    def draw(logits: jax.Array, number: jax.Array) -> jax.Array:
+        return _sample(kind, rules, logits, numbers, number)
+
+    model = nnx.merge(graph, parameters)
+    return _placed(decode_until(plan, model, caches, segments, continuation, draw, run, stop), rules)
 
 
 def _sample_first(
@@ -181,10 +196,12 @@ def _sample(
     return rules.constrain_replicated(sample(rules.constrain_logits(logits), kind, numbers, step))
 
 
-def _placed(state: DecodeState, rules: ShardingRules | None) -> DecodeState:
+def _placed(run: DecodeRun, rules: ShardingRules | None) -> DecodeRun:
     if rules is None:
-        return state
-    return DecodeState(rules.constrain_caches(state.caches), rules.constrain_replicated(state.step))
+        return run
+    caches = rules.constrain_caches(run.state.caches)
+    whole = rules.constrain_replicated(replace(run, state=replace(run.state, caches={})))
+    return replace(whole, state=replace(whole.state, caches=caches))
 
 
 def _shapes(arrays: Any) -> Hashable:

@@ -31,8 +31,8 @@ def device_name() -> str:
     return f"{devices[0].device_kind} x{len(devices)}"
 
 
-def write_result(path: Path, command: str, rows: list[dict[str, Any]]) -> None:
-    """Write one result file: command, date (UTC), device, versions, rows.
+def write_result(path: Path, command: str, rows: list[dict[str, Any]], device: str | None = None) -> None:
+    """Write one result file: command, date (UTC), device (default: the one in use), versions, rows.
 
     Raises:
         OSError: the file cannot be written.
@@ -40,7 +40,7 @@ def write_result(path: Path, command: str, rows: list[dict[str, Any]]) -> None:
     result = {
         "command": command,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device_name(),
+        "device": device or device_name(),
         "versions": installed_versions(),
         "rows": rows,
     }

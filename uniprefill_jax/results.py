@@ -52,7 +52,9 @@ class Completion:
         text: the tokens decoded, without the stop string; empty when there is no tokenizer.
         finish_reason: "stop" (end-of-sequence token or stop string) or "length".
         prefill: the request's prefill.
-        decode_seconds: time from the first token to the last, of the whole batch.
+        decode_seconds: time from the first token to the last, of the whole batch, without compiling.
+        decode_compile_seconds: time spent compiling for that; 0 when the programs were ready.
+        continuation_logprobs: natural log-probability of every token that was given to follow the prompt.
     """
 
     token_ids: list[int]
@@ -60,3 +62,5 @@ class Completion:
     finish_reason: str
     prefill: PrefillResult
     decode_seconds: float = field(default=0.0)
+    decode_compile_seconds: float = field(default=0.0)
+    continuation_logprobs: Float[np.ndarray, " given"] = field(default_factory=lambda: np.zeros(0, np.float32))

@@ -80,6 +80,31 @@ def test_steps_of_a_profile_are_plotted_by_method(tmp_path: Path):
     assert unreadable == [] and all(text in drawn for text in ("top_p=0.5", "qkv", "score", "3.5", "2.25", "0.5"))
 
 
+def test_settings_that_differ_in_top_p_share_a_line(tmp_path: Path):
+    head = {"model": "m", "length": 1024, "method": "uniprefill", "dense_score": 80.0, "diff": -1.0, "samples": 9}
+    rows = [
+        head | {"task": task, "config": config, "score": score, "flop_fraction": fraction}
+        for task in ("vt", "average")
+        for config, score, fraction in (
+            ("dense", 80.0, 1.0),
+            ("top_p=0.9", 60.0, 0.7),
+            ("top_p=0.99", 75.0, 0.9),
+            ("score=peak,top_p=0.9", 79.0, 0.5),
+        )
+    ]
+    searched = {"config": "carry", "loss": 0.1, "loss_limit": 0.4, "flop_fraction": 0.6, "prompts": 600}
+    for name, own in (("ruler.json", rows), ("calibration.json", [searched])):
+        content = {"command": "c", "date": "d", "device": "e", "versions": {"jax": "1"}, "rows": own}
+        (tmp_path / name).write_text(json.dumps(content))
+    html, unreadable = build_report(tmp_path)
+    page = Page(html)
+    assert not unreadable and len(page.all("figure")) == 2
+    (svg,) = page.all("svg")
+    texts = [element.text.strip() for element in page.all("text") if svg in element.parents]
+    assert [text for text in texts if text in ("dense", "default", "score=peak")] == ["dense", "default", "score=peak"]
+    assert "Score against operations: average" in texts and "100%" in texts
+
+
 def test_a_folder_without_results_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match="holds no .json file"):
         build_report(tmp_path)

@@ -65,6 +65,7 @@ def test_tracked_files_are_small():
             "lock-dev.txt",
             PROJECT["dependencies"]
             + PROJECT["optional-dependencies"]["dev"]
+            + PROJECT["optional-dependencies"]["eval"]
             + PROJECT["optional-dependencies"]["serve"],
         ),
     ],
@@ -81,7 +82,7 @@ def test_lock_is_in_step_with_pyproject(lock: str, requirements: list[str]):
 def test_locks_agree_and_every_file_is_hashed():
     runtime, development = locked_versions("lock.txt"), locked_versions("lock-dev.txt")
     assert runtime.items() <= development.items()
-    for name in ("lock.txt", "lock-dev.txt", "weights-smollm2-135m.txt", "weights-gemma-3-270m.txt"):
+    for name in ("lock.txt", "lock-dev.txt", "weights-smollm2-135m.txt", "weights-gemma-3-270m.txt", "ruler.txt"):
         text = (ROOT / "requirements" / name).read_text()
         entries = re.split(r"^(?=[A-Za-z0-9])", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE), flags=re.MULTILINE)
         assert [entry.split()[0] for entry in entries if entry.strip() and "--hash=sha256:" not in entry] == []

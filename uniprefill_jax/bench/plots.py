@@ -42,6 +42,7 @@ class Panel:
         dashed_means: what dashed lines are, for the legend.
         log_y: whether the y axis is logarithmic; otherwise it begins at 0.
         percent: whether y is a share, shown in per cent, and 1 is a limit to be drawn.
+        share_x: whether x is a share up to 1, shown in per cent, and not a count that doubles.
     """
 
     title: str
@@ -51,6 +52,7 @@ class Panel:
     dashed_means: str = ""
     log_y: bool = False
     percent: bool = False
+    share_x: bool = False
 
     @property
     def x_values(self) -> list[float]:
@@ -137,10 +139,14 @@ def _draw_lines(axes: Axes, panel: Panel) -> None:
             linestyle="--" if series.dashed else "-",
             markerfacecolor="none" if series.dashed else None,
         )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(panel.x_values)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
-    axes.xaxis.set_minor_locator(NullLocator())
+    if panel.share_x:
+        axes.set_xlim(0, 1.05)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    else:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(panel.x_values)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
     largest = max(y for series in panel.series for y in series.y)
     if panel.log_y:
         axes.set_yscale("log")

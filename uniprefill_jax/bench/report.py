@@ -116,6 +116,16 @@ def _interference(file: ResultFile) -> Iterable[ReportFigure]:
     )
 
 
+def _decoding(file: ResultFile) -> Iterable[ReportFigure]:
+    yield ReportFigure(
+        "Decode steps of the engine",
+        "Median of a step while all requests generate; the host's part is processor time of the thread that steps.",
+        [],
+        _table(file.rows["decoding"]),
+        file,
+    )
+
+
 def _steps(file: ResultFile) -> Iterable[ReportFigure]:
     for (arch, length, batch, dtype), rows in _grouped(file.rows["steps"], "arch", "n", "batch", "dtype"):
         names = list(dict.fromkeys(row["step"] for row in rows))
@@ -196,14 +206,49 @@ def _compiled(file: ResultFile) -> Iterable[ReportFigure]:
     )
 
 
+def _accuracy(file: ResultFile) -> Iterable[ReportFigure]:
+    for (model, length, harness), rows in _grouped(file.rows["accuracy"], "model", "length", "harness"):
+        tasks = [task for (task,), _ in _grouped(rows, "task")]
+        # The average over tasks where there is one, else the first task.
+        shown = "average" if "average" in tasks else tasks[0]
+        families = _grouped_by([row for row in rows if row["task"] == shown], _family)
+        series = [
+            _series(family, number, own, "flop_fraction", "score") for number, (family, own) in enumerate(families)
+        ]
+        title = f"Score against operations: {shown.replace('_', ' ')}"
+        panel = Panel(title, "operations, of dense", "score", series, share_x=True)
+        yield ReportFigure(
+            f"Accuracy: {model}, {length:,} tokens, {harness or 'harness not named'}",
+            "Lines join settings that differ in top_p alone; differences to dense are of the same prompts, with their "
+            "95% interval.",
+            _draw([panel], f"{file.name} accuracy {model} {length} {harness}"),
+            _table(rows),
+            file,
+        )
+
+
+def _calibration(file: ResultFile) -> Iterable[ReportFigure]:
+    yield ReportFigure(
+        "The search for a model's own setting",
+        "Points lost on average over tasks with the upper confidence limit; the confirmed ones on prompts that the "
+        "search has not seen.",
+        [],
+        _table(file.rows["calibration"]),
+        file,
+    )
+
+
 BUILDERS: dict[str, Callable[[ResultFile], Iterable[ReportFigure]]] = {
     "ttft": _ttft,
     "throughput": _throughput,
     "interference": _interference,
+    "decoding": _decoding,
     "steps": _steps,
     "kernels": _kernels,
     "checks": _checks,
     "compiled": _compiled,
+    "accuracy": _accuracy,
+    "calibration": _calibration,
 }
 
 
@@ -230,6 +275,12 @@ def _grouped_by[Key: Hashable](rows: Iterable[Row], key: Callable[[Row], Key]) -
 
 def _method(row: Row) -> str:
     return f"top_p {row['top_p']}" if row.get("top_p") is not None else str(row["method"])
+
+
+def _family(row: Row) -> str:
+    """A setting without its top_p."""
+    parts = [part for part in str(row["config"]).split(",") if not part.strip().startswith("top_p=")]
+    return ",".join(parts) or "default"
 
 
 def _prompts(batch: int) -> str:

@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[Row], bool]] = {
     "kernels": lambda row: isinstance(row.get("op"), str) and _numbers("n", "median_ms", "share_of_floor")(row),
     "ceilings": lambda row: row.get("op") == "ceilings",
     "checks": lambda row: isinstance(row.get("op"), str) and "median_ms" not in row,
+    "decoding": lambda row: _labelled(row) and _numbers("n", "batch", "step_ms", "host_ms_per_step")(row),
     "throughput": lambda row: _labelled(row) and _numbers("n", "batch", "tokens_per_s")(row),
     "interference": lambda row: _labelled(row) and _numbers("n", "batch", "median_itl_busy_ms")(row),
     "ttft": lambda row: _labelled(row) and _numbers("n", "batch", "ttft_ms")(row),
@@ -58,11 +59,17 @@ KINDS: dict[str, Callable[[Row], bool]] = {
         and all(isinstance(row.get(name), str) for name in ("topology", "phase"))
         and _numbers("n", "hbm_gib")(row)
     ),
+    "accuracy": lambda row: _answered(row) and _numbers("length", "score", "dense_score", "flop_fraction")(row),
+    "calibration": lambda row: isinstance(row.get("config"), str) and _numbers("loss", "loss_limit")(row),
 }
 
 
 def _labelled(row: Row) -> bool:
     return isinstance(row.get("arch"), str) and isinstance(row.get("method"), str)
+
+
+def _answered(row: Row) -> bool:
+    return all(isinstance(row.get(name), str) for name in ("model", "task", "config"))
 
 
 def read_folder(folder: Path) -> tuple[list[ResultFile], list[Unreadable]]:

@@ -5,8 +5,10 @@ import sys
 import typer
 
 from uniprefill_jax.cli.bench import bench
+from uniprefill_jax.cli.calibrate import calibrate
 from uniprefill_jax.cli.convert import convert
 from uniprefill_jax.cli.demo import demo
+from uniprefill_jax.cli.eval import evaluate
 from uniprefill_jax.cli.explain import explain
 from uniprefill_jax.cli.generate import generate
 from uniprefill_jax.cli.info import info
@@ -21,10 +23,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-COMMANDS = {command.__name__: command for command in (demo, generate, explain, serve, convert, info, profile)}
+COMMANDS = {
+    command.__name__: command for command in (demo, generate, explain, serve, convert, info, profile, calibrate)
+}
 for _command in COMMANDS.values():
     app.command()(_command)
-GROUPS = {"bench": bench}
+GROUPS = {"bench": bench, "eval": evaluate}
 for _name, _group in GROUPS.items():
     app.add_typer(_group, name=_name)
 

@@ -1,0 +1,149 @@
+"""Runs cases under every setting, the same prompts for all, in batches that share compiled programs."""
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import jax
+
+from uniprefill_jax.config import BatchShape, SamplingConfig
+from uniprefill_jax.errors import InputError
+from uniprefill_jax.eval.cases import Case
+from uniprefill_jax.eval.settings import Setting
+from uniprefill_jax.eval.store import Answer, AnswerStore, fingerprint
+from uniprefill_jax.llm import LLM
+from uniprefill_jax.sparsify.buckets import prompt_bucket
+
+# Decoding attends from every request of a batch to the rows of all: its cost grows with requests squared times length.
+# On an accelerator so much of it costs about as much as the rest of a small model's step; a CPU can afford less.
+REQUESTS_SQUARED_TIMES_LENGTH = {"cpu": 2**14}
+ON_ACCELERATORS = 2**21
+MOST_REQUESTS = 64
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        done, total: answers; `done` counts those that were there before.
+        new: answers of this run, and `seconds` they took.
+        phases: seconds by phase: compiling, prefill, decoding.
+    """
+
+    total: int
+    done: int = 0
+    new: int = 0
+    seconds: float = 0.0
+    phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace so far, compiling included."""
+        return (self.total - self.done) * self.seconds / self.new if self.new else None
+
+
+def run_cases(
+    llm: LLM,
+    cases: Sequence[Case],
+    settings: Sequence[Setting],
+    store: AnswerStore,
+    shapes: Mapping[int, BatchShape],
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
+    """Answer every case under every setting, but for the answers that `store` has.
+
+    Args:
+        llm: the model.
+        cases: by length and task.
+        settings: each answers all cases.
+        store: what is known and takes what is new, batch by batch.
+        shapes: of the batches, by the cases' length (see `batch_shapes`).
+        report: called after every batch.
+    """
+    check_lengths(llm, cases)
+    progress = Progress(total=len(cases) * len(settings))
+    start = time.perf_counter()
+    for length_cases in _grouped(cases, lambda case: case.length):
+        shape = shapes[length_cases[0].length]
+        for setting in settings:
+            for task_cases in _grouped(length_cases, lambda case: case.task):
+                for at in range(0, len(task_cases), shape.requests):
+                    batch = task_cases[at : at + shape.requests]
+                    known = [store.get(setting.name, case) for case in batch]
+                    if None in known:
+                        store.add(_answer(llm, batch, setting, shape, progress))
+                        progress.new += len(batch)
+                    progress.done += len(batch)
+                    progress.seconds = time.perf_counter() - start
+                    report(progress)
+    return progress
+
+
+def check_lengths(llm: LLM, cases: Sequence[Case]) -> None:
+    """InputError for a case that the model cannot take."""
+    for case in cases:
+        tokens = len(case.prompt) + len(case.continuation)
+        if tokens > llm.config.max_position:
+            raise InputError(
+                f"sample {case.index} of {case.task} at {case.length} has {tokens} tokens, the model takes "
+                f"{llm.config.max_position}; leave that length out"
+            )
+
+
+def batch_shapes(cases: Sequence[Case], batch_size: int | None) -> dict[int, BatchShape]:
+    """By length, one size for all batches: the longest prompt of any task, and as many prompts as suit the device.
+
+    `batch_size` overrides the number of prompts.
+    """
+    affordable = REQUESTS_SQUARED_TIMES_LENGTH.get(jax.default_backend(), ON_ACCELERATORS)
+    shapes = {}
+    for of_length in _grouped(cases, lambda case: case.length):
+        length = prompt_bucket(max(len(case.prompt) for case in of_length))
+        most = max(Counter(case.task for case in of_length).values())
+        power = max(0, math.floor(math.log2(affordable / length) / 2 + 0.5))
+        requests = min(batch_size or min(2**power, MOST_REQUESTS), most)
+        new_tokens = max(len(case.continuation) + case.max_tokens for case in of_length)
+        shapes[of_length[0].length] = BatchShape(requests, length, new_tokens)
+    return shapes
+
+
+def _answer(llm: LLM, batch: list[Case], setting: Setting, shape: BatchShape, progress: Progress) -> list[Answer]:
+    completions = llm.generate(
+        [case.prompt for case in batch],
+        setting.config,
+        SamplingConfig(max_tokens=batch[0].max_tokens),
+        continuations=[case.continuation for case in batch] if any(case.continuation for case in batch) else None,
+        shape=shape,
+    )
+    answers = []
+    for case, completion in zip(batch, completions, strict=True):
+        prefill = completion.prefill
+        answers.append(
+            Answer(
+                length=case.length,
+                task=case.task,
+                index=case.index,
+                setting=setting.name,
+                prompt=fingerprint(case),
+                prediction=completion.text,
+                metric=case.metric,
+                score=case.score(completion),
+                kept=prefill.segment_lengths,
+                flop_fraction=prefill.flop_fraction,
+                prefill_ms=1e3 * prefill.seconds / len(batch),
+            )
+        )
+    first = completions[0]
+    progress.phases["compiling"] += first.prefill.compile_seconds + first.decode_compile_seconds
+    progress.phases["prefill"] += first.prefill.seconds
+    progress.phases["decoding"] += first.decode_seconds
+    return answers
+
+
+def _grouped[Key](cases: Sequence[Case], key: Callable[[Case], Key]) -> Iterator[list[Case]]:
+    for _, group in groupby(cases, key=key):
+        yield list(group)

@@ -1,0 +1,100 @@
+"""What an evaluation shows in the terminal: progress with time left, prompts, tables."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from uniprefill_jax.eval.rows import AVERAGE
+from uniprefill_jax.eval.runner import Progress
+
+SECONDS_BETWEEN_LINES = 15.0
+SHOWN_EDGE = 600  # characters of a long prompt's start and end
+
+
+@contextmanager
+def showing_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, a line now and then elsewhere; both say how long it will take."""
+    last = time.perf_counter()
+
+    def line(progress: Progress) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= SECONDS_BETWEEN_LINES:
+            last = time.perf_counter()
+            console.print(f"{progress.done:,} of {progress.total:,} answers, {_left(progress)}", highlight=False)
+
+    if not console.is_terminal:
+        yield line
+        return
+    columns = (TextColumn("Answering"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda progress: bar.update(
+            task, completed=progress.done, total=progress.total, description=_left(progress)
+        )
+
+
+def print_phases(console: Console, progress: Progress) -> None:
+    """Where the time of a run went."""
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in progress.phases.items())
+    rest = progress.seconds - sum(progress.phases.values())
+    before = progress.done - progress.new
+    resumed = f" ({before:,} were there before)" if before else ""
+    times = f" in {progress.seconds:.1f} s: {phases}, rest {rest:.1f} s" if progress.new else ""
+    console.print(f"{progress.new:,} answers{times}{resumed}", style="dim", highlight=False)
+
+
+def print_prompt(console: Console, title: str, text: str) -> None:
+    """A prompt as the model reads it, special tokens included; the middle of a long one is left out."""
+    left_out = len(text) - 2 * SHOWN_EDGE
+    if left_out > 0:
+        text = f"{text[:SHOWN_EDGE]}\n[... {left_out:,} characters ...]\n{text[-SHOWN_EDGE:]}"
+    console.rule(title)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """For each length a table of tasks by settings (with the difference to dense), and one of the averages."""
+    for length in dict.fromkeys(row["length"] for row in rows):
+        own = [row for row in rows if row["length"] == length]
+        settings = list(dict.fromkeys(row["config"] for row in own))
+        table = Table(title=f"{length:,} tokens: score (difference to dense, 95% interval)", title_justify="left")
+        table.add_column("task")
+        for setting in settings:
+            table.add_column(setting, justify="right", overflow="fold")
+        for task in dict.fromkeys(row["task"] for row in own):
+            cells = {row["config"]: _cell(row) for row in own if row["task"] == task}
+            table.add_row(task, *(cells.get(setting, "") for setting in settings), end_section=task == AVERAGE)
+        for label, show in (
+            ("samples", lambda row: str(row["samples"])),
+            ("kept after each drop", lambda row: " ".join(f"{share:.2f}" for share in row["kept"])),
+            ("FLOPs of dense", lambda row: f"{row['flop_fraction']:.2f}"),
+            ("prefill, ms per prompt", lambda row: f"{row['prefill_ms']:.1f}"),
+            ("prefill, of dense", lambda row: f"{row['ttft_ratio']:.2f}"),
+        ):
+            # The average's row, or that of the only task.
+            last = {row["config"]: row for row in own}
+            table.add_row(label, *(show(last[setting]) for setting in settings), style="dim")
+        console.print(table)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    digits = 1 if row["dense_score"] >= 10 or row["score"] >= 10 else 2
+    score = f"{row['score']:.{digits}f}"
+    if row["method"] == "dense":
+        return score
+    if row["ci_low"] is None:
+        return f"{score} ({row['diff']:+.{digits}f})"
+    return f"{score} ({row['diff']:+.{digits}f}, {row['ci_low']:+.{digits}f} to {row['ci_high']:+.{digits}f})"
+
+
+def _left(progress: Progress) -> str:
+    seconds = progress.seconds_left
+    if seconds is None:
+        return ""
+    return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"
