@@ -268,16 +268,16 @@ class Executor:
     def decode(self, planned: list[DecodeRow]) -> Drawn:
         """Dispatch one decode step of these requests; the tokens of all slots, not yet computed."""
         commands = np.full(self.config.max_running, IDLE, np.int32)
-        draws = any(row.request.sampling.temperature > 0 for row in planned)
-        reports = any(row.request.logprobs is not None for row in planned)
+        draws = reports = False
         new_pages = None
-        for row in planned:
-            request = row.request
+        for request, opened in planned:
+            draws |= request.sampling.temperature > 0
+            reports |= request.logprobs is not None
             fed = request.dispatched - 2  # the token before the one that this step computes
             # After a preemption its own tokens are fed again: the same ones, whatever rounding would make of them.
             known = fed < len(request.generated)
             commands[request.slot] = request.generated[fed] if known else GO_ON
-            for layer, _, page in row.new_pages:
+            for layer, _, page in opened:
                 if new_pages is None:
                     new_pages = np.full(self._no_new_pages.shape, self.config.pool_pages, np.int32)
                 new_pages[layer, request.slot] = page

@@ -165,11 +165,13 @@ class Scheduler:
                 continue
             assert request.pages is not None
             needed = request.pages.pages_for_next_token()
-            while needed and request.admitted and not self._make_room(needed):
-                self._preempt(self.admitted[-1], plan)
-            if request.admitted:
-                plan.decode.append(DecodeRow(request, request.pages.append_token()))
-                request.dispatched += 1
+            if needed:
+                while request.admitted and not self._make_room(needed):
+                    self._preempt(self.admitted[-1], plan)
+                if not request.admitted:
+                    continue
+            plan.decode.append(DecodeRow(request, request.pages.append_token()))
+            request.dispatched += 1
 
     def _plan_prefill(self, plan: StepPlan) -> None:
         budget = self.budget
