@@ -109,7 +109,7 @@ def test_arrivals_follow_the_rate():
 KERNELS = [
     "paged_attention",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "causal_attention", "gated_delta_rule")),
-    pytest.param("grouped_matmul", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("chunk_attention", "grouped_matmul")),
 ]
 
 

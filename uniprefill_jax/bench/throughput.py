@@ -184,10 +184,11 @@ def run_load(engine: Engine, load: Load, config: UniPrefillConfig) -> Outcome:
 
 
 def rehearse(engine: Engine, config: UniPrefillConfig) -> None:
-    """Compile the stages of a setting for chunks of every size, none of which then has to be compiled under load."""
+    """Compile the stages of a setting for chunks of every size, of one prompt and of several, ahead of the load."""
     kept = config if config.is_dense else replace(config, top_p=KEEPS_ALL)
     for rows in engine.executor.chunk_sizes:
-        run_load(engine, Load(1, min(rows, engine.config.prefill_chunk), output_len=2), kept)
+        for prompts in (1, 2):
+            run_load(engine, Load(prompts, min(rows, engine.config.prefill_chunk) // prompts, output_len=2), kept)
 
 
 def decoding(engine: Engine, running: int, length: int, config: UniPrefillConfig, seed: int = 0) -> dict[str, float]:
