@@ -44,7 +44,8 @@ def tokenizer() -> Tokenizer:
 def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, str]]]:
     """Files made by `prepare`, and what it called impossible."""
     folder = tmp_path_factory.mktemp("ruler")
-    return folder, preparing.prepare("smollm2-135m", folder, GENERATED, (1024, 2048), SAMPLES, SEED)
+    preparing.prepare("smollm2-135m", folder, GENERATED[:1], (2048,), SAMPLES, SEED)
+    return folder, preparing.prepare("smollm2-135m", folder, GENERATED, (1024,), SAMPLES, SEED)
 
 
 @with_package

@@ -19,6 +19,7 @@ DEFAULTS = UniPrefillConfig()
 
 
 def generate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m).")],
     prompt: prompts.PromptOption = None,
     prompt_file: prompts.PromptFileOption = None,
@@ -80,7 +81,8 @@ def generate(
     with devices.open_devices(
         tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
     ) as where:
-        _generate(model, text, chat, options.resolve_dtype(dtype), config, sampling, stream, json, where)
+        named = config if options.names_setting(context) else None
+        _generate(model, text, chat, options.resolve_dtype(dtype), named, sampling, stream, json, where)
 
 
 def _generate(
@@ -88,7 +90,7 @@ def _generate(
     text: str,
     chat: bool | None,
     dtype: str,
-    config: UniPrefillConfig,
+    config: UniPrefillConfig | None,
     sampling: SamplingConfig,
     stream: bool,
     json: Path | None,
@@ -100,6 +102,8 @@ def _generate(
     console = Console(stderr=True, quiet=not where.speaks)
     with reading(console, model) as progress:
         llm = LLM.load(model, dtype=dtype, mesh=where.mesh, progress=progress)
+    if config is None and llm.calibrated is not None:
+        console.print(f"setting: {llm.calibrated.source}", style="dim", highlight=False, markup=False)
     token_ids = prompts.tokenize(llm, model, text, chat)
     if stream:
         for _, piece in llm.stream(token_ids, config, sampling):

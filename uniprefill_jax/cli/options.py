@@ -1,5 +1,6 @@
 """Options that several commands share, with their help, and the objects made from them."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,6 +129,13 @@ def check_output(path: Path | None, option: str = "--json") -> None:
     """
     if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise InputError(f"{option} is {path}, which cannot be written; name a file in a folder that exists")
+
+
+def names_setting(context: typer.Context) -> bool:
+    """Whether the user gave any of the dropping options; otherwise a model's calibrated setting may serve."""
+    known = {field.name for field in fields(UniPrefillConfig)} | {"dense"}
+    sources = (context.get_parameter_source(name) for name in context.params.keys() & known)
+    return any(source is not None and source.name != "DEFAULT" for source in sources)
 
 
 def make_config(

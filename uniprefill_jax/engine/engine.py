@@ -130,7 +130,7 @@ class Engine:
         Raises InputError for a prompt that the model or the pool cannot take, ConfigError for impossible drop layers
         or more than `MAX_LOGPROBS` alternatives.
         """
-        config, sampling = config or UniPrefillConfig(), sampling or SamplingConfig()
+        config, sampling = config or self.llm.default_config, sampling or SamplingConfig()
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"logprobs is {logprobs}; use 0 to {MAX_LOGPROBS} alternatives, or None")
         tokens = self.llm.checked_tokens(prompt)
