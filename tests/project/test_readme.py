@@ -65,6 +65,21 @@ def test_ttft_figures_are_those_of_the_result_file():
             assert cell == f"{row['ttft_ms']:,.0f} ms, {row['speedup']:.2f}x ({row['ideal_speedup']:.2f}x)"
 
 
+def test_engine_figures_are_those_of_the_result_file():
+    rows = json.loads((ROOT / "benchmarks/results/engine_h200_llama.json").read_text())["rows"]
+    found = {(row["n"], row["batch"], row["method"]): row for row in rows}
+    lines = re.findall(
+        r"^\| ([\d,]+) \| (\d+) \| ([\d,]+)/s \| ([\d,]+)/s \| ([\d.]+)x \| ([\d,]+), ([\d,]+) \|$", README, re.M
+    )
+    assert len(lines) == sum(row["method"] == "top_p=0.7" for row in rows)
+    for length, batch, dense, dropping, gain, *pages in lines:
+        cell = int(length.replace(",", "")), int(batch)
+        both = [found[*cell, method] for method in ("dense", "top_p=0.7")]
+        assert [dense, dropping] == [f"{row['tokens_per_s']:,.0f}" for row in both]
+        assert pages == [f"{row['prompt_pages']:,.0f}" for row in both]
+        assert gain == f"{both[1]['gain']:.2f}"
+
+
 def test_figures_of_tpus_are_those_of_the_result_file():
     rows = json.loads((ROOT / "benchmarks/results/tpu_aot.json").read_text())["rows"]
     found: dict[tuple[str, ...], list[dict]] = {}
