@@ -13,6 +13,10 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+# Threads of XLA's CPU client, which reads it when it starts. Interpreted kernels hold one for every warpgroup waiting
+# at a barrier, while what it waits for needs one to run on: with the two of a machine of two cores they can lock up.
+os.environ.setdefault("NPROC", "8")
+
 # The same examples every time: a test that fails here fails everywhere.
 settings.register_profile("reproducible", derandomize=True, database=None, deadline=None)
 settings.load_profile("reproducible")
