@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.chunk_attention import gpu, tpu
 from pallas_kernels.chunk_attention.reference import chunk_attention_reference
 from pallas_kernels.chunk_attention.rows import ChunkRows
+from pallas_kernels.paged_attention.pools import check_pools
 from pallas_kernels.platform import Backend, Kernels, kernels_of
 
 _BACKENDS = {
@@ -82,24 +83,8 @@ def chunk_attention(
 
 
 def _check(queries, key_pages, value_pages, page_tables, row_start, rows) -> None:
-    if queries.ndim != 3 or key_pages.ndim != 4 or key_pages.shape != value_pages.shape or page_tables.ndim != 2:
-        raise ValueError(
-            "chunk_attention: needs queries [C, H, d], key_pages and value_pages [P, KV, page, d] and page_tables "
-            f"[R, max_pages]; got {queries.shape}, {key_pages.shape}, {value_pages.shape} and {page_tables.shape}"
-        )
-    num_rows, heads, head_dim = queries.shape
-    kv_heads = key_pages.shape[1]
-    if key_pages.shape[3] != head_dim or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"chunk_attention: queries {queries.shape} and key_pages {key_pages.shape} do not fit; head sizes must "
-            "agree and query heads be a multiple of key heads"
-        )
-    if queries.dtype != key_pages.dtype or key_pages.dtype != value_pages.dtype:
-        raise ValueError(
-            f"chunk_attention: queries are {queries.dtype}, key_pages {key_pages.dtype} and value_pages "
-            f"{value_pages.dtype}; all must have one dtype"
-        )
-    requests = page_tables.shape[0]
+    check_pools("chunk_attention", queries, key_pages, value_pages, page_tables)
+    num_rows, requests = queries.shape[0], page_tables.shape[0]
     if row_start.shape != (num_rows,) or any(part.shape != (requests,) for part in rows):
         raise ValueError(
             f"chunk_attention: row_start {row_start.shape} must have one entry for each of {num_rows} rows, and "

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.paged_attention import gpu, tpu
+from pallas_kernels.paged_attention.pools import check_pools
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.platform import Backend, Kernels, kernels_of
 
@@ -81,23 +82,8 @@ def paged_attention(
 
 
 def _check(queries, key_pages, value_pages, page_table, lengths, first_visible) -> None:
-    if queries.ndim != 3 or key_pages.ndim != 4 or key_pages.shape != value_pages.shape or page_table.ndim != 2:
-        raise ValueError(
-            "paged_attention: needs queries [B, H, d], key_pages and value_pages [P, KV, page, d] and page_table "
-            f"[B, max_pages]; got {queries.shape}, {key_pages.shape}, {value_pages.shape} and {page_table.shape}"
-        )
-    batch, heads, head_dim = queries.shape
-    kv_heads = key_pages.shape[1]
-    if key_pages.shape[3] != head_dim or kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"paged_attention: queries {queries.shape} and key_pages {key_pages.shape} do not fit; head sizes must "
-            "agree and query heads be a multiple of key heads"
-        )
-    if queries.dtype != key_pages.dtype or key_pages.dtype != value_pages.dtype:
-        raise ValueError(
-            f"paged_attention: queries are {queries.dtype}, key_pages {key_pages.dtype} and value_pages "
-            f"{value_pages.dtype}; all must have one dtype"
-        )
+    check_pools("paged_attention", queries, key_pages, value_pages, page_table)
+    batch = queries.shape[0]
     if page_table.shape[0] != batch or lengths.shape != (batch,) or first_visible.shape != (batch,):
         raise ValueError(
             f"paged_attention: page_table {page_table.shape}, lengths {lengths.shape} and first_visible "

@@ -10,8 +10,9 @@ import numpy as np
 
 from uniprefill_jax.cache.prefix import CachedBlock, PrefixShape
 from uniprefill_jax.config import EngineConfig, SamplingConfig, UniPrefillConfig
+from uniprefill_jax.engine.plans import Piece, StepPlan
 from uniprefill_jax.engine.requests import PartPrice, PrefillShape, Request, RequestState, StageRows
-from uniprefill_jax.engine.scheduler import Piece, Scheduler, StepPlan
+from uniprefill_jax.engine.scheduler import Scheduler
 
 LAYERS = 6
 TWO_PARTS = (PartPrice(), PartPrice(row=1.5, seen=((None, 0.01),)))

@@ -23,6 +23,7 @@ from uniprefill_jax.engine.decode_steps import (
     longest_window,
     window_layers,
 )
+from uniprefill_jax.engine.plans import DecodeRow, Piece, Unit
 from uniprefill_jax.engine.prefill_steps import (
     Chunk,
     DropOutcome,
@@ -42,7 +43,7 @@ from uniprefill_jax.engine.prefill_steps import (
 from uniprefill_jax.engine.prefix_steps import copy_pages, copy_state, restore_rows, save_rows
 from uniprefill_jax.engine.programs import StepPrograms
 from uniprefill_jax.engine.requests import Pack, PrefillReport, Request
-from uniprefill_jax.engine.scheduler import MOST_MEMBERS, DecodeRow, Piece, Unit
+from uniprefill_jax.engine.scheduler import MOST_MEMBERS
 from uniprefill_jax.engine.stages import Stage, prefill_stages, stage_parts, stage_program
 from uniprefill_jax.llm import DTYPES, LLM
 from uniprefill_jax.sampling import Drawn, SamplingKind, SamplingNumbers, token_logprobs
