@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,6 +133,10 @@ def throughput(
     seed: int = 0,
     json_path: options.JsonOption = None,
     tensor_parallel_size: devices.TensorParallelOption = None,
+    distributed: devices.DistributedOption = False,
+    coordinator_address: devices.CoordinatorAddressOption = None,
+    num_processes: devices.NumProcessesOption = None,
+    process_id: devices.ProcessIdOption = None,
 ) -> None:
     """The engine under load: tokens per second, latencies, pages held; dense and dropping on the same requests."""
     options.check_output(json_path)
@@ -155,16 +160,18 @@ def throughput(
         f"top_p={value}": replace(dropping, top_p=value) for value in options.numbers("--top-p", top_p, float)
     }
     config = options.architecture(arch, model)
-    data_type = options.resolve_dtype(dtype)
     from uniprefill_jax.bench import throughput as measured
     from uniprefill_jax.cache.pools import bytes_of_page
     from uniprefill_jax.config import EngineConfig
-    from uniprefill_jax.engine.engine import Engine
     from uniprefill_jax.result_file import write_result
 
-    tp = tensor_parallel_size or 1
-    with devices.open_devices(tensor_parallel_size) as where:
+    with ExitStack() as open_now:
+        where = open_now.enter_context(
+            devices.open_devices(tensor_parallel_size, distributed, coordinator_address, num_processes, process_id)
+        )
+        data_type = options.resolve_dtype(dtype)
         llm = options.open_model(model, config, data_type, where.mesh)
+        tp = 1 if where.mesh is None else where.mesh.size
         longest = max(
             [
                 math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2,
@@ -179,7 +186,9 @@ def throughput(
             max_length=min(longest, llm.config.max_position),
             prefix_reuse=prefix_reuse,
         )
-        engine = Engine(llm, engine_config)
+        engine = open_now.enter_context(devices.open_engine(llm, engine_config))
+        if engine is None:
+            return
         table: list[dict[str, Any]] = []
 
         def add(row: dict[str, Any]) -> None:

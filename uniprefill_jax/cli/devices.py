@@ -1,5 +1,6 @@
-"""Options for several devices and processes, and the mesh behind them; any command that loads a model may take them."""
+"""Options for several devices and processes, and what they open; any command that loads a model may take them."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,10 @@ from uniprefill_jax.errors import InputError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+
+    from uniprefill_jax.config import EngineConfig
+    from uniprefill_jax.engine.engine import Engine
+    from uniprefill_jax.llm import LLM
 
 DEVICES = "Several devices and processes"
 
@@ -84,6 +89,31 @@ def open_devices(
     with joined_processes(*given):
         size = jax.device_count() if tensor_parallel_size is None else tensor_parallel_size
         yield Devices(_mesh(size), speaks=jax.process_index() == 0)
+
+
+@contextmanager
+def open_engine(llm: "LLM", config: "EngineConfig") -> "Iterator[Engine | None]":
+    """An engine over the devices that are open, while the block lasts.
+
+    None in all processes but the first: they have repeated what it did with its engine, and it is done. Clusters send
+    the signal to end to all processes; it is for the first one to end the work and to let the others go.
+    """
+    import jax
+
+    from uniprefill_jax.engine.engine import Engine
+    from uniprefill_jax.engine.leading import follow, leading
+
+    if jax.process_count() == 1:
+        yield Engine(llm, config)
+    elif jax.process_index() == 0:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with leading(llm, config) as engine:
+            yield engine
+    else:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        follow(llm)
+        yield None
 
 
 def _mesh(tensor_parallel_size: int | None) -> "Mesh | None":

@@ -83,6 +83,10 @@ def serve(
         float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=LIMITS)
     ] = 60.0,
     tensor_parallel_size: devices.TensorParallelOption = None,
+    distributed: devices.DistributedOption = False,
+    coordinator_address: devices.CoordinatorAddressOption = None,
+    num_processes: devices.NumProcessesOption = None,
+    process_id: devices.ProcessIdOption = None,
     dense: options.DenseOption = False,
     top_p: options.TopPOption = DEFAULTS.top_p,
     block_size: options.BlockSizeOption = DEFAULTS.block_size,
@@ -96,7 +100,8 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP as OpenAI's API does: completions, chats, streams; metrics at /metrics.
 
-    SIGTERM or Ctrl+C lets running requests finish. Logs are JSON lines on standard error.
+    SIGTERM or Ctrl+C lets running requests finish. Logs are JSON lines on standard error. With --distributed the first
+    process serves.
     """
     config = options.make_config(
         dense=dense,
@@ -138,23 +143,27 @@ def serve(
         drain_timeout=drain_timeout,
         profile_folder=profile_folder,
     )
-    check_address(settings)
-    console = Console(stderr=True)
-    from uniprefill_jax.engine.engine import Engine
     from uniprefill_jax.llm import LLM
 
-    with devices.open_devices(tensor_parallel_size) as where:
+    with devices.open_devices(
+        tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
+    ) as where:
+        if where.speaks:
+            check_address(settings)
+        console = Console(stderr=True, quiet=not where.speaks)
         with reading(console, model) as progress:
             llm = LLM.load(model, dtype=options.resolve_dtype(dtype), mesh=where.mesh, progress=progress)
         if cache_tokens is not None:
             engine_config = replace(engine_config, pool_pages=_pages(llm.config, cache_tokens, page_size))
-        engine = Engine(llm, engine_config)
-        if warmup:
-            _warm_up(console, engine, config, warmup_tokens)
-        if dense_below is None:
-            dense_below = _remembered(console, engine, config)
-        configure_logging()
-        run_server(engine, replace(settings, dense_below=dense_below))
+        with devices.open_engine(llm, engine_config) as engine:
+            if engine is None:
+                return
+            if warmup:
+                _warm_up(console, engine, config, warmup_tokens)
+            if dense_below is None:
+                dense_below = _remembered(console, engine, config)
+            configure_logging()
+            run_server(engine, replace(settings, dense_below=dense_below))
 
 
 def _pages(model: "ModelConfig", tokens: int, page_size: int) -> int:

@@ -74,7 +74,7 @@ class Engine:
     """Continuous batching over one model, on one device or on a mesh that is one replica.
 
     Not thread-safe: one thread submits, steps and cancels. On a mesh of several processes each of them runs an engine,
-    and all have to be given the same calls in the same order.
+    and all have to be given the same calls in the same order (`leading` and `follow` see to it).
     """
 
     def __init__(self, llm: LLM, config: EngineConfig | None = None):
@@ -210,6 +210,10 @@ class Engine:
         if request_id not in self._reports:
             raise InputError(f"there is no report of request {request_id}: not asked for, not prefilled, or taken")
         return self._reports.pop(request_id)
+
+    def limit_step(self, tokens: int | None = None) -> None:
+        """Most prompt tokens of a step from now on; None: as configured."""
+        self.scheduler.budget = self.config.prefill_chunk if tokens is None else tokens
 
     def forget_prefixes(self) -> None:
         """Keep nothing of the prompts so far for reuse."""

@@ -106,12 +106,11 @@ def warm_up(
     """
     most = engine.most_tokens(1)
     planned = rehearsals(engine, config, min(longest or most, most - 1))
-    budget = engine.scheduler.budget
     try:
         for number, rehearsal in enumerate(planned):
             if progress is not None:
                 progress(number, len(planned))
-            engine.scheduler.budget = rehearsal.budget
+            engine.limit_step(rehearsal.budget)
             engine.forget_prefixes()
             for _ in range(rehearsal.times):
                 for place, length in enumerate(rehearsal.lengths):
@@ -122,7 +121,7 @@ def warm_up(
                 while engine.has_work:
                     engine.step()
     finally:
-        engine.scheduler.budget = budget
+        engine.limit_step()
         engine.forget_prefixes()
     if progress is not None:
         progress(len(planned), len(planned))
