@@ -9,8 +9,8 @@ from itertools import count
 import jax
 from jax._src import distributed  # the store has no public name yet; other libraries use it from here, too
 
-WAIT_SECONDS = 60  # for a message, before it is asked for again
-LAG_SECONDS = 600  # that a process may be behind, compiling for one
+WAIT_MS = 60_000  # for a message, before it is asked for again
+LAG_MS = 600_000  # that a process may be behind, compiling for one
 KEPT = 1024  # messages, before those that all have read are removed
 
 
@@ -41,7 +41,7 @@ class Announcements:
         """The next message, however long it takes to come."""
         while True:
             try:
-                message = self._client.blocking_key_value_get_bytes(self._key(), WAIT_SECONDS * 1000)
+                message = self._client.blocking_key_value_get_bytes(self._key(), WAIT_MS)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if not str(error).startswith("DEADLINE_EXCEEDED"):
@@ -57,5 +57,5 @@ class Announcements:
         """Whether all processes have now met, after this message: everything before it was read by all."""
         if not self._number or self._number % KEPT:
             return False
-        self._client.wait_at_barrier(f"{self._line}/{self._number}", LAG_SECONDS * 1000)
+        self._client.wait_at_barrier(f"{self._line}/{self._number}", LAG_MS)
         return True
