@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import httpx
 import openai
 import pytest
 
@@ -20,6 +21,7 @@ from tests.parallel.models import write_checkpoint
 from tests.parallel.test_meshes import REPOSITORY, environment, free_address
 from tests.serve.model import wait_until
 
+pytestmark = pytest.mark.slow
 PROGRAM = "from uniprefill_jax.cli import main; main()"
 DROPPING = "--top-p 0.05 --block-size 16 --drop-layers 0,1"
 SERVE = f"--port 0 --name tiny --max-length 512 --cache-tokens 1024 --max-running 2 --prefill-chunk 64 {DROPPING}"
@@ -129,7 +131,6 @@ def test_serve(model: Path, tmp_path: Path) -> None:
     assert both.written(1) == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dead", [0, 1])
 def test_one_that_dies_ends_the_other_though_nothing_is_asked(model: Path, tmp_path: Path, dead: int) -> None:
     with pair(tmp_path / "serve", "serve", str(model), *SERVE.split()) as both:
@@ -141,7 +142,6 @@ def test_one_that_dies_ends_the_other_though_nothing_is_asked(model: Path, tmp_p
         assert codes[1 - dead] not in (0, None)
 
 
-@pytest.mark.slow
 def test_one_that_dies_ends_the_other_in_a_step(model: Path, tmp_path: Path) -> None:
     with pair(tmp_path / "serve", "serve", str(model), *SERVE.split()) as both:
         url = both.url()
@@ -150,14 +150,14 @@ def test_one_that_dies_ends_the_other_in_a_step(model: Path, tmp_path: Path) -> 
             next(stream)
             both.processes[1].kill()
             since = time.monotonic()
-            with pytest.raises(Exception, match=""):
+            # The engine's failure is the last event, unless the process ends before.
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
                 for _ in stream:
                     pass
         assert both.ended(60)[0] not in (0, None)
         print(f"ended {time.monotonic() - since:.0f} s later: {both.written(0)[-500:]}")
 
 
-@pytest.mark.slow
 def test_bench_throughput(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     words = f"bench throughput --model {model} --lengths 200 --batches 2 --output-len 3 --top-p 0.5 --drop-layers 0,1"
