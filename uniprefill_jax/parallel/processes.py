@@ -1,7 +1,7 @@
 """Several processes as one run: JAX's own runtime joins them and watches over them; here its failures get a name.
 
-Every process runs the same program on the same inputs, or does what process 0 tells it to. A process that dies takes the others with it: their next
-exchange fails, or the runtime misses its heartbeat and ends them.
+Every process runs the same program on the same inputs, or does what process 0 tells it to. A process that dies takes
+the others with it: their next exchange fails, or the runtime misses its heartbeat and ends them.
 """
 
 import os
