@@ -22,11 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.block_score.combine import LOG2_E, align_requests, combine
+from pallas_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 
 ALIGNMENT = 8  # rows; a TMA copy into the tiled layout that wgmma reads starts at a multiple of this
 ROWS = 64  # query rows of one warpgroup's wgmma
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
-SHARED_MEMORY = 227 * 1024
 
 
 class Tiling(NamedTuple):

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Int32, Shaped
 
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
+from pallas_kernels.hopper import MULTIPROCESSORS
+
 STEP_BYTES = 32 * 1024
 STAGES = 6
 LOADS_AHEAD = 4

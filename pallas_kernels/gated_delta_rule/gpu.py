@@ -29,10 +29,10 @@ from pallas_kernels.gated_delta_rule.gpu_products import (
     product,
     spare_operands,
 )
+from pallas_kernels.hopper import MULTIPROCESSORS
 
 HEAD_DIM = 128
 COLUMNS = 64  # value columns of one warpgroup: the rows of its wgmma
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 VALUE_RANGE = 64.0  # the largest value after scaling; the state can grow a thousandfold beyond it
 FIRST, COUNT, ROW, TABLE_COLUMNS = 0, 1, 2, 4  # columns of the request table
 

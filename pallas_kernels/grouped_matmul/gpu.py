@@ -22,8 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul.gpu_few_rows import MOST_ROWS, few_rows_matmul
+from pallas_kernels.hopper import MULTIPROCESSORS
 
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
 ALIGNMENT = 8  # rows; see above
 ROWS = 64  # of one consumer
 CONSUMERS = 2

@@ -18,11 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
+
 MOST_ROWS = 128  # beyond, tiles of 128 rows keep the matrix units busier than the memory
 ALIGNMENT = 8  # rows
 STEP = 64  # of the inner dimension: 128 bytes of a row, the widest swizzle
-PROGRAMS = 2 * 132  # two on each multiprocessor of an H100 or H200 (SXM): one computes while the other waits
-SHARED_MEMORY = 227 * 1024 // 2
+PER_MULTIPROCESSOR = 2  # programs: one computes while the other waits
+PROGRAMS = PER_MULTIPROCESSOR * MULTIPROCESSORS
 RESERVED_MEMORY = 3 * 1024  # barriers, and what the driver keeps per program
 MOST_STAGES = 8
 BYTES = 2  # of an element
@@ -47,7 +49,7 @@ def default_tiling(rows: int, inner: int, columns: int) -> Tiling:
     width = 128 if columns % 128 == 0 else 64
     tiles, steps = columns // width, inner // STEP
     parts = max(parts for parts in range(1, steps + 1) if steps % parts == 0 and parts * tiles <= max(PROGRAMS, tiles))
-    stages = (SHARED_MEMORY - RESERVED_MEMORY) // ((width + rows) * STEP * BYTES)
+    stages = (SHARED_MEMORY // PER_MULTIPROCESSOR - RESERVED_MEMORY) // ((width + rows) * STEP * BYTES)
     return Tiling(width, parts, min(stages, MOST_STAGES))
 
 

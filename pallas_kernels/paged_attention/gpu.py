@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from pallas_kernels.paged_attention.gpu_work import (
     BEGIN,
     END,
@@ -34,8 +35,6 @@ ALIGNMENT = 8  # rows; a TMA copy into the tiled layout that wgmma reads starts 
 COLUMNS = 8  # query heads: the smallest number of columns of a wgmma
 MOST_COLUMNS = 32
 SLAB = 64  # columns of one swizzled tile
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
-SHARED_MEMORY = 227 * 1024
 RESERVED_MEMORY = 5 * 1024  # barriers, the scratch memory of reductions, and what the driver keeps per program
 BYTES = 2  # of an element
 LOWEST = -1e30  # what a running maximum starts from: finite, so that nothing becomes NaN

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
-MULTIPROCESSORS = 132  # of an H100 or H200 (SXM)
+from pallas_kernels.hopper import MULTIPROCESSORS
+
 PROGRAMS_PER_MULTIPROCESSOR = 8
 THREADS = 128  # of a warpgroup
 WIDEST = 8192  # columns: what the registers of a warpgroup hold, two rows at a time
