@@ -391,8 +391,10 @@ class LLM:
         tokens, compiling = programs.sample(kind, numbers, batch.output.logits)
         drawn = np.asarray(tokens)
         first = np.where(wanted[0] < 0, drawn, wanted[0])
-        own = np.asarray([_logprob(result.logits, token) for result, token in zip(batch.results, first, strict=False)])
-        yield _DecodedPiece(first[None, :count], own[None], compiling)
+        own = np.zeros((1, count))
+        if some_given:
+            own[0] = [_logprob(result.logits, token) for result, token in zip(batch.results, first, strict=False)]
+        yield _DecodedPiece(first[None, :count], own, compiling)
         ended = (wanted[0] < 0) & np.isin(first, end_tokens)
         ended[count:] = True
         if limit == 1 or ended.all():
