@@ -6,20 +6,11 @@ from pathlib import Path
 import pytest
 
 import uniprefill_jax as up
-from checkpoints_convert import open_checkpoint
-from tests.conftest import packaged
 from uniprefill_jax.eval.probes import PROBES, Asker, parse_probes, probe_cases
 from uniprefill_jax.eval.prose import Prose
-from uniprefill_jax.tokenizer import Tokenizer, load_tokenizer
+from uniprefill_jax.tokenizer import Tokenizer
 
 LENGTH = 640
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = load_tokenizer(open_checkpoint(packaged("smollm2-135m")))
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")

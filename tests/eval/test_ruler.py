@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import uniprefill_jax as up
-from tests.conftest import REPOSITORY, packaged
+from tests.conftest import REPOSITORY
 from uniprefill_jax.eval import prepare as preparing
 from uniprefill_jax.eval.cases import string_score
 from uniprefill_jax.eval.ruler import TASKS, find_files, load_samples, read_samples, split_answer_prefix
@@ -28,16 +28,6 @@ def run_package(script: str, *arguments: str) -> None:
     command = [sys.executable, "-m", "tests.eval.packaged", script, *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    from checkpoints_convert import open_checkpoint
-    from uniprefill_jax.tokenizer import load_tokenizer
-
-    found = load_tokenizer(open_checkpoint(packaged("smollm2-135m")))
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -67,14 +67,9 @@ def ruler(
     json: options.JsonOption = None,
 ) -> None:
     """RULER's 13 tasks with its own prompts and metric, dense and any number of settings."""
-    from uniprefill_jax.calibrated import calibrated_setting
-    from uniprefill_jax.eval.settings import parse_settings
-
     options.check_output(json)
     options.check_output(answers, "--answers")
-    calibrated = calibrated_setting(model)
-    extra = {} if calibrated is None else {"calibrated": calibrated.config}
-    settings = parse_settings(config if config is not None else ["default", *extra], extra)
+    settings = _settings(model, config)
     console = Console(stderr=True)
     tokenizer = tokenizer_of(model)
     chosen = ruler_samples(console, model, data, lengths, tasks, samples, seed, tokenizer)
@@ -138,17 +133,13 @@ def probes(
     json: options.JsonOption = None,
 ) -> None:
     """What a method that trusts the last queries finds hard: later questions, early ones, other words, prose."""
-    from uniprefill_jax.calibrated import calibrated_setting
     from uniprefill_jax.eval.probes import Asker, parse_probes, probe_cases
     from uniprefill_jax.eval.prose import Prose
-    from uniprefill_jax.eval.settings import parse_settings
 
     options.check_output(json)
     options.check_output(answers, "--answers")
     names, wanted = parse_probes(tasks), options.numbers("--lengths", lengths, int)
-    calibrated = calibrated_setting(model)
-    extra = {} if calibrated is None else {"calibrated": calibrated.config}
-    settings = parse_settings(config if config is not None else ["default", *extra], extra)
+    settings = _settings(model, config)
     console = Console(stderr=True)
     tokenizer = tokenizer_of(model)
     in_chat = tokenizer.has_chat_template if chat is None else chat
@@ -186,6 +177,16 @@ def table(
         from uniprefill_jax.result_file import write_result
 
         write_result(json, _command(), rows, device=", ".join(sorted(devices)))
+
+
+def _settings(model: str, config: list[str] | None) -> "list[Setting]":
+    """The settings that a user named; without any, the default one and the model's own where it has one."""
+    from uniprefill_jax.calibrated import calibrated_setting
+    from uniprefill_jax.eval.settings import parse_settings
+
+    calibrated = calibrated_setting(model)
+    extra = {} if calibrated is None else {"calibrated": calibrated.config}
+    return parse_settings(config if config is not None else ["default", *extra], extra)
 
 
 def ruler_samples(

@@ -1,12 +1,13 @@
 """One question to a model, and how its answer is scored; every kind of evaluation makes a list of these."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from uniprefill_jax.errors import InputError
 from uniprefill_jax.results import Completion
 
 Metric = Literal["all", "any", "loss"]
@@ -48,6 +49,19 @@ class Case:
         if self.metric == "loss":
             return -float(np.mean(completion.continuation_logprobs, dtype=np.float64))
         return string_score(completion.text, self.references, self.metric)
+
+
+def parse_names(text: str, known: Collection[str]) -> list[str]:
+    """The tasks that a user wrote: "all", or names separated by commas.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    names = list(known) if text == "all" else text.split(",")
+    wrong = next((name for name in names if name not in known), None)
+    if wrong is not None:
+        raise InputError(f'--tasks names {wrong!r}; use "all" or some of {", ".join(known)}')
+    return names
 
 
 def string_score(answer: str, references: Sequence[str], metric: Literal["all", "any"]) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from uniprefill_jax.errors import InputError
-from uniprefill_jax.eval.cases import Case
+from uniprefill_jax.eval.cases import Case, parse_names
 from uniprefill_jax.eval.prose import Prose
 from uniprefill_jax.tokenizer import Tokenizer
 
@@ -213,11 +213,7 @@ def parse_probes(text: str) -> list[str]:
     Raises:
         InputError: an unknown name.
     """
-    names = list(PROBES) if text == "all" else text.split(",")
-    wrong = next((name for name in names if name not in PROBES), None)
-    if wrong is not None:
-        raise InputError(f'--tasks names {wrong!r}; use "all" or some of {", ".join(PROBES)}')
-    return names
+    return parse_names(text, PROBES)
 
 
 def probe_cases(

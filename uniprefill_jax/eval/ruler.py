@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from uniprefill_jax.errors import InputError
-from uniprefill_jax.eval.cases import Case
+from uniprefill_jax.eval.cases import Case, parse_names
 from uniprefill_jax.tokenizer import Tokenizer
 
 FILE_NAMES = ("validation.jsonl", "validation.jsonl.gz")
@@ -88,10 +88,7 @@ def parse_tasks(text: str) -> list[str]:
     Raises:
         InputError: an unknown name.
     """
-    names = list(TASKS) if text == "all" else text.split(",")
-    wrong = next((name for name in names if name not in TASKS), None)
-    if wrong is not None:
-        raise InputError(f'--tasks names {wrong!r}; use "all" or some of {", ".join(TASKS)}')
+    names = parse_names(text, TASKS)
     return [name for name in TASKS if name in names]
 
 
