@@ -16,14 +16,13 @@ import numpy as np
 
 from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.engine.engine import Engine
+from uniprefill_jax.engine.warm_up import KEEPS_ALL
 
 MILLISECONDS = 1e3
 WARM_TOKENS = 16  # of every running request, before its times count
 IDLE_TOKENS = 128  # of every running request, before the long prompt arrives
-DECODED_TOKENS = (
-    WARM_TOKENS + IDLE_TOKENS + 64
-)  # room that `decoding` needs behind a prompt, some of it while others join
-KEEPS_ALL = 0.9999999  # as top_p: drops next to nothing, and runs what a setting that drops runs
+# Room that `decoding` needs behind a prompt, some of it while others join.
+DECODED_TOKENS = WARM_TOKENS + IDLE_TOKENS + 64
 
 
 @dataclass(frozen=True)

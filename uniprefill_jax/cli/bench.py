@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -163,7 +164,6 @@ def throughput(
     from uniprefill_jax.bench import throughput as measured
     from uniprefill_jax.cache.pools import bytes_of_page
     from uniprefill_jax.config import EngineConfig
-    from uniprefill_jax.result_file import write_result
 
     with ExitStack() as open_now:
         where = open_now.enter_context(
@@ -189,13 +189,10 @@ def throughput(
         engine = open_now.enter_context(devices.open_engine(llm, engine_config))
         if engine is None:
             return
-        table: list[dict[str, Any]] = []
+        add = _row_writer(json_path)
 
-        def add(row: dict[str, Any]) -> None:
-            table.append(row)
-            print(json.dumps(row), flush=True)
-            if json_path is not None:  # after every row: a run cut short still leaves what it measured
-                write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
+        def labels(length: int, batch: int, method: str) -> dict[str, Any]:
+            return {"arch": arch or model, "n": length, "batch": batch, "tp": tp, "dtype": data_type, "method": method}
 
         for setting in configs.values():
             measured.rehearse(engine, setting)
@@ -224,35 +221,28 @@ def throughput(
                     measured.run_load(engine, replace(load, num_prompts=1, request_rate=math.inf), setting)
                 row = measured.run_load(engine, load, setting).row(limits)
                 dense_rate = dense_rate or row["tokens_per_s"]
-                labels = {
-                    "arch": arch or model,
-                    "n": length,
-                    "batch": batch,
-                    "tp": tp,
-                    "dtype": data_type,
-                    "method": method,
-                }
-                gain = round(row["tokens_per_s"] / dense_rate, 4)
-                add(labels | row | {"dense_tokens_per_s": dense_rate, "gain": gain, "prefill_chunk": prefill_chunk})
+                row |= {"dense_tokens_per_s": dense_rate, "gain": round(row["tokens_per_s"] / dense_rate, 4)}
+                add(labels(length, batch, method) | row | {"prefill_chunk": prefill_chunk})
             warm.add(length)
         if disturbance:
             running, short, long = disturbance
             for method, setting in configs.items():
                 row = measured.interference(engine, running, short, long, setting, seed)
-                labels = {"arch": arch or model, "n": long, "batch": running, "tp": tp, "dtype": data_type}
-                add(labels | {"method": f"{method}, interference", "prefill_chunk": prefill_chunk} | row)
+                add(labels(long, running, f"{method}, interference") | {"prefill_chunk": prefill_chunk} | row)
         if steps:
             running, length = steps
             for method, setting in configs.items():
-                labels = {"arch": arch or model, "n": length, "batch": running, "tp": tp, "dtype": data_type}
                 row = measured.decoding(engine, running, length, setting, seed)
-                add(labels | {"method": f"{method}, decoding"} | row)
+                add(labels(length, running, f"{method}, decoding") | row)
 
 
 @bench.command()
 def kernels(
     only: Annotated[
-        str, typer.Option(help="Some of drop, causal_attention, paged_attention, gated_delta_rule, grouped_matmul.")
+        str,
+        typer.Option(
+            help="Some of drop, causal_attention, chunk_attention, paged_attention, gated_delta_rule, grouped_matmul."
+        ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Short inputs and fewer repeats, as on CPUs always.")] = False,
     seed: Annotated[
@@ -264,20 +254,12 @@ def kernels(
     options.check_output(json_path)
     from uniprefill_jax.bench.kernel_times import BENCHMARKS
     from uniprefill_jax.bench.kernel_times.conditions import Conditions
-    from uniprefill_jax.result_file import write_result
 
     chosen = only.split(",") if only else list(BENCHMARKS)
     unknown = [name for name in chosen if name not in BENCHMARKS]
     if unknown:
         raise InputError(f"--only names {unknown[0]!r}; use some of {', '.join(BENCHMARKS)}")
-    table: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        table.append(row)
-        print(json.dumps(row), flush=True)
-        if json_path is not None:  # after every row: a run cut short still leaves what it measured
-            write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
-
+    add = _row_writer(json_path)
     conditions = Conditions.of_this_device(time.time_ns() % (1 << 31) if seed is None else seed, quick)
     add(conditions.ceilings_row())
     for name in chosen:
@@ -300,6 +282,21 @@ def report(
     for entry in unreadable:
         print(f"not shown: {entry.name}: {entry.reason}", file=sys.stderr)
     print(f"wrote {html}")
+
+
+def _row_writer(json_path: Path | None) -> Callable[[dict[str, Any]], None]:
+    """A function that prints a row, and writes it and all before it: a run cut short still leaves what it measured."""
+    from uniprefill_jax.result_file import write_result
+
+    table: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        table.append(row)
+        print(json.dumps(row), flush=True)
+        if json_path is not None:
+            write_result(json_path, " ".join(["uniprefill", *sys.argv[1:]]), table)
+
+    return add
 
 
 def _goodput(text: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from uniprefill_jax.config import SamplingConfig, UniPrefillConfig
 from uniprefill_jax.engine.engine import Engine
 from uniprefill_jax.engine.executor import buffer_sizes
 
-KEEPS_ALL = 0.9999999
+KEEPS_ALL = 0.9999999  # as top_p: drops next to nothing, and runs what a setting that drops runs
 # Every kind of draw there is: greedy, from all tokens, from the likeliest ones.
 _DRAWS = (
     SamplingConfig(ignore_eos=True),
