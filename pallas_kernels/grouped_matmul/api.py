@@ -81,6 +81,37 @@ def grouped_matmul(
     return function(rows, weights, group_sizes, jnp.asarray(first_group, jnp.int32))
 
 
+def grouped_matmul_each(
+    rows: Float[Array, "M K"],
+    weights: tuple[Float[Array, "groups K _"], ...],
+    group_sizes: Int32[Array, " G"],
+    *,
+    first_group: Int32[Array, ""] | int = 0,
+    backend: Backend = "auto",
+) -> tuple[Float[Array, "M _"], ...]:
+    """`grouped_matmul` with each of several stacks; on Hopper one kernel where the rows are one group of a few.
+
+    Args:
+        rows, group_sizes, first_group, backend: as in `grouped_matmul`.
+        weights: matrices of any numbers of columns.
+
+    Raises:
+        ValueError: as `grouped_matmul` does.
+    """
+    chosen = backend
+    if chosen == "auto":
+        columns = min(weight.shape[2] for weight in weights)
+        chosen = choose_backend(inner=rows.shape[1], columns=columns, dtype=str(rows.dtype))
+    if chosen == "mosaic_gpu" and gpu.takes_few_rows(rows, group_sizes):
+        _check(
+            "grouped_matmul_each", rows, {f"weights[{at}]": weight for at, weight in enumerate(weights)}, group_sizes
+        )
+        return gpu.few_rows_matmul_each_mosaic_gpu(rows, weights, group_sizes, jnp.asarray(first_group, jnp.int32))
+    return tuple(
+        grouped_matmul(rows, weight, group_sizes, first_group=first_group, backend=chosen) for weight in weights
+    )
+
+
 def grouped_gated_matmul(
     rows: Float[Array, "M K"],
     gate: Float[Array, "groups K N"],

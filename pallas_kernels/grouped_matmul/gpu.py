@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.grouped_matmul.gpu_few_rows import MOST_ROWS, few_rows_matmul
+from pallas_kernels.grouped_matmul.gpu_few_rows import MOST_ROWS, few_rows_matmul, few_rows_matmul_each
 from pallas_kernels.hopper import MULTIPROCESSORS
 
 ALIGNMENT = 8  # rows; see above
@@ -129,6 +129,29 @@ def grouped_gated_matmul_mosaic_gpu(
     return _grouped(rows, (gate, up), group_sizes, first_group, lambda g, u: function(g) * u, tiling)
 
 
+def takes_few_rows(rows: Float[Array, "M K"], group_sizes: Int32[Array, " G"]) -> bool:
+    """Whether the rows are one group of a few, for which there is a kernel of its own."""
+    return group_sizes.shape[0] == 1 and rows.shape[0] <= MOST_ROWS
+
+
+def few_rows_matmul_each_mosaic_gpu(
+    rows: Float[Array, "M K"],
+    weights: tuple[Float[Array, "groups K _"], ...],
+    group_sizes: Int32[Array, " G"],
+    first_group: Int32[Array, ""],
+) -> tuple[Float[Array, "M _"], ...]:
+    """Few rows of one group times `weights[first_group]` of every stack, in one kernel; see `grouped_matmul_each`.
+
+    Raises:
+        ValueError: a dtype or sizes that the kernel does not take.
+    """
+    for weight in weights:
+        reason = unsupported(weight.shape[1], weight.shape[2], rows.dtype)
+        if reason is not None:
+            raise ValueError(f"grouped_matmul_each: backend 'mosaic_gpu' cannot run this: {reason}; use backend='xla'")
+    return few_rows_matmul_each(rows, weights, group_sizes[0], first_group)
+
+
 ZEROS = -1  # in place of a group: rows of no group
 
 
@@ -165,7 +188,7 @@ def _grouped(
     tiling: Tiling | None,
 ) -> jax.Array:
     count = rows.shape[0]
-    if tiling is None and group_sizes.shape[0] == 1 and count <= MOST_ROWS:
+    if tiling is None and takes_few_rows(rows, group_sizes):
         return few_rows_matmul(rows, weights, group_sizes[0], first_group, combine)
     tiling = tiling or default_tiling(weights[0].shape[2], len(weights), group_sizes.shape[0])
     padded = max(TILE_ROWS, -(-count // ALIGNMENT) * ALIGNMENT)

@@ -20,16 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
-from pallas_kernels.paged_attention.gpu_work import (
-    BEGIN,
-    END,
-    FIRST,
-    STOP,
-    combine,
-    items_of,
-    line_up,
-    stretch_begin,
-)
+from pallas_kernels.paged_attention.gpu_combine import LOWEST, combine
+from pallas_kernels.paged_attention.gpu_work import BEGIN, END, FIRST, STOP, line_up, stretch_begin
 
 ALIGNMENT = 8  # rows; a TMA copy into the tiled layout that wgmma reads starts at a multiple of this
 COLUMNS = 8  # query heads: the smallest number of columns of a wgmma
@@ -37,7 +29,6 @@ MOST_COLUMNS = 32
 SLAB = 64  # columns of one swizzled tile
 RESERVED_MEMORY = 5 * 1024  # barriers, the scratch memory of reductions, and what the driver keeps per program
 BYTES = 2  # of an element
-LOWEST = -1e30  # what a running maximum starts from: finite, so that nothing becomes NaN
 LOG2_E = 1.4426950408889634
 
 
@@ -121,9 +112,8 @@ def paged_attention_mosaic_gpu(
         requests, page_table, grouped, key_pages, value_pages, stretches=stretches, scale=scale, tiling=tiling
     )
     with jax.named_scope("combine"):
-        partial, maximum, total = (array[..., :group] for array in (partial, maximum, total))
-        outputs = combine(partial, maximum, total, items_of(requests, stretches))
-        return outputs.reshape(batch, heads, head_dim).astype(queries.dtype)
+        outputs = combine(partial, maximum, total, requests, stretches)[..., :group]
+        return outputs.swapaxes(2, 3).reshape(batch, heads, head_dim).astype(queries.dtype)
 
 
 def _attend(requests, page_table, queries, key_pages, value_pages, *, stretches, scale, tiling):

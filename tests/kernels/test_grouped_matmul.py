@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_matmul import choose_backend, gpu, gpu_few_rows, grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul import (
+    choose_backend,
+    gpu,
+    gpu_few_rows,
+    grouped_gated_matmul,
+    grouped_matmul,
+    grouped_matmul_each,
+)
 from pallas_kernels.grouped_matmul.reference import ACTIVATIONS
 from pallas_kernels.platform import kernels_of
 from tests.kernels.interpreters import KERNELS, interpreted
@@ -119,7 +126,7 @@ def test_gated_gpu_kernel_interpreted(capfd):
     ("rows", "padding", "columns", "tiling"),
     [
         (5, 6, 128, gpu_few_rows.Tiling(width=64, parts=1, stages=2)),
-        (16, 0, 192, gpu_few_rows.Tiling(width=64, parts=3, stages=3)),
+        (16, 0, 192, gpu_few_rows.Tiling(width=64, parts=2, stages=3)),  # of three steps
         (0, 3, 128, None),
     ],
 )
@@ -135,6 +142,28 @@ def test_few_rows_interpreted(rows, padding, columns, tiling, capfd):
         check(product, [rows], options, first_group=2, activation=silu)
 
 
+@pytest.mark.parametrize("backend", ["tiles", "mosaic_gpu"])
+@pytest.mark.parametrize("rows", [5, 130])  # few, and more than the kernel for few takes
+def test_products_with_each_of_several_stacks(backend, rows, capfd):
+    random = np.random.default_rng(rows)
+    x = random.normal(size=(rows, 128)).astype(jnp.bfloat16)
+    x[rows - 2 :] = np.nan
+    stacks = tuple(random.normal(size=(3, 128, columns)).astype(jnp.bfloat16) for columns in (192, 64, 128))
+    for stack in stacks:
+        stack[[0, 2]] = np.nan
+
+    def products(x, *stacks):
+        return grouped_matmul_each(x, stacks, jnp.full(1, rows - 2, jnp.int32), first_group=1, backend=backend)
+
+    with interpreted("mosaic_gpu", capfd):
+        found = jax.jit(products)(x, *stacks)
+    for product, stack in zip(found, stacks, strict=True):
+        expected = x[: rows - 2].astype(np.float64) @ stack[1].astype(np.float64)
+        product = np.asarray(product, np.float64)
+        assert np.linalg.norm(product[: rows - 2] - expected) <= 3e-3 * np.linalg.norm(expected)
+        assert (product[rows - 2 :] == 0).all()
+
+
 def test_few_rows_are_cut_into_one_wave():
     for rows, inner, columns in (
         (16, 4096, 4096),
@@ -143,9 +172,9 @@ def test_few_rows_are_cut_into_one_wave():
         (64, 4096, 28672),
         (8, 576, 192),
     ):
-        width, parts, stages = gpu_few_rows.default_tiling(rows, inner, columns)
+        width, parts, stages = gpu_few_rows.default_tiling(rows, inner, (columns,))
         programs = columns // width * parts
-        assert columns % width == 0 and inner // gpu_few_rows.STEP % parts == 0 and stages >= 3
+        assert columns % width == 0 and 0 < parts <= inner // gpu_few_rows.STEP and stages >= 3
         assert programs <= gpu_few_rows.PROGRAMS
         assert programs > gpu_few_rows.PROGRAMS / 2 or parts == inner // gpu_few_rows.STEP
 

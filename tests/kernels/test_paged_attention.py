@@ -8,14 +8,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import choose_backend, gpu, paged_attention
-from pallas_kernels.paged_attention.gpu_work import items_of, line_up, stretch_begin
+from pallas_kernels.paged_attention.gpu_work import BEGIN, END, count_items, item_stretch, line_up, stretch_begin
 from tests.kernels import oracle
 from tests.kernels.interpreters import KERNELS, interpreted, paged_batch
 
 # Rounding outputs to bfloat16 alone is 1.7e-3, weights another 1e-3.
 TOLERANCES = {np.float32: 2e-6, jnp.bfloat16: 4e-3}
 LINE_UP = jax.jit(line_up, static_argnums=2)
-ITEMS_OF = jax.jit(items_of, static_argnums=1)
+COUNT_ITEMS = jax.jit(count_items, static_argnums=3)
+ITEM_STRETCH = jax.jit(item_stretch, static_argnums=3)
 REQUEST = st.tuples(st.one_of(st.sampled_from([0, 1]), st.integers(2, 300)), st.sampled_from([None, 1, 40, 128]))
 
 
@@ -89,8 +90,8 @@ def test_every_step_is_in_one_item_and_every_item_has_one_owner(requests, stretc
     step = 64
     lengths, first = (np.array(column, np.int32) for column in zip(*requests, strict=True))
     table = np.asarray(LINE_UP(lengths, first, step))
-    owned = np.asarray(ITEMS_OF(table, stretches))
-    steps = int(table[-1, 1])
+    steps = int(table[-1, END])
+    counts = COUNT_ITEMS(table[:, BEGIN], table[:, END], table[-1, END], stretches)
     expected = [{row // step for row in range(start, length)} for start, length in zip(first, lengths, strict=True)]
     np.testing.assert_array_equal(table[:, 1] - table[:, 0], [len(own) for own in expected])
     bounds = [int(stretch_begin(jnp.int32(n), jnp.int32(steps), stretches)) for n in range(stretches + 1)]
@@ -100,7 +101,12 @@ def test_every_step_is_in_one_item_and_every_item_has_one_owner(requests, stretc
         for place in range(bounds[stretch], bounds[stretch + 1]):
             request = int((table[:, 1] <= place).sum())
             assert items.setdefault(stretch + request, (stretch, request)) == (stretch, request)
-    assert {(request, item) for item, (_, request) in items.items()} == set(zip(*np.nonzero(owned), strict=True))
+    owned = set()
+    for request, count in enumerate(np.asarray(counts)):
+        for number in range(count):
+            stretch = int(ITEM_STRETCH(number, table[request, BEGIN], table[-1, END], stretches))
+            owned.add((stretch + request, (stretch, request)))
+    assert owned == set(items.items())
 
 
 def test_lengths_and_windows_do_not_recompile():

@@ -257,7 +257,7 @@ class Engine:
 
     def _read(self, pending: _Pending) -> list[Event]:
         tokens = np.asarray(pending.drawn.tokens).tolist()
-        logprobs = jax.device_get(pending.drawn.logprobs)
+        logprobs = None if pending.drawn.logprobs is None else jax.device_get(pending.drawn.logprobs)
         events = []
         for place, request, number in pending.entries:
             # It may have ended since, or be computing tokens again that were already handed out.

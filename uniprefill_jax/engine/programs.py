@@ -1,7 +1,6 @@
 """The engine's compiled programs of one model, shared by all engines over it."""
 
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,10 @@ class StepPrograms:
 
     def __init__(self, llm: LLM):
         """Use `StepPrograms.of`."""
-        self._graph, self._parameters = llm.programs.graph, llm.programs.parameters
+        # A list of arrays: modules are taken apart in Python, for every call anew.
+        self._parameters, parameters = jax.tree.flatten(llm.programs.parameters)
+        graph = llm.programs.graph
+        self._model_of = lambda arrays: nnx.merge(graph, jax.tree.unflatten(parameters, arrays))
         self._precision = llm.programs.precision
         self._rules = llm.programs.rules
         self._put = llm.programs.put
@@ -60,27 +62,29 @@ class StepPrograms:
         self, key: Hashable, function: Callable[..., Any], donate: tuple[int, ...] = ()
     ) -> Callable[..., Any]:
         """The same of a function whose first argument is the model; `donate` counts it, the caller leaves it out."""
-        graph = self._graph
+        model_of = self._model_of
 
-        def merged(parameters: nnx.State, *arguments: Any) -> Any:
-            return function(nnx.merge(graph, parameters), *arguments)
+        def merged(parameters: list[jax.Array], *arguments: Any) -> Any:
+            return function(model_of(parameters), *arguments)
 
         program = self.get(key, merged, donate)
         return lambda *arguments: program(self._parameters, *arguments)
 
     def _jitted(self, function: Callable[..., Any], donate: tuple[int, ...] = ()) -> Callable[..., Any]:
-        rules = self._rules
+        rules, precision = self._rules, self._precision
 
         def placed(*arguments: Any) -> Any:
-            outputs = function(*arguments)
+            with jax.default_matmul_precision(precision):
+                outputs = function(*arguments)
             return outputs if rules is None else rules.constrain_steps(outputs)
 
         compiled = jax.jit(placed, donate_argnums=donate)
+        if rules is None:
+            return compiled
 
         def call(*arguments: Any) -> Any:
             # The mesh in force while a program is traced decides what runs per shard (parallel/shards.py).
-            mesh = nullcontext() if rules is None else jax.set_mesh(rules.mesh)
-            with jax.default_matmul_precision(self._precision), mesh:
+            with jax.set_mesh(rules.mesh):
                 return compiled(*arguments)
 
         return call

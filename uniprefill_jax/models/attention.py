@@ -16,7 +16,7 @@ from uniprefill_jax.models.causal_attention import attention_of_rows, causal_att
 from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.norms import RMSNorm
 from uniprefill_jax.models.parameters import ParameterScope, constant
-from uniprefill_jax.models.projection import project
+from uniprefill_jax.models.projection import project, project_each
 from uniprefill_jax.models.rope import apply_rope
 from uniprefill_jax.parallel.mesh import TENSOR
 from uniprefill_jax.parallel.shards import over_heads
@@ -177,8 +177,11 @@ class Attention(nnx.Module):
         rope: tuple[Float[Array, "T half"], Float[Array, "T half"]],
         count: Int32[Array, ""] | None = None,
     ) -> tuple[Array, Array, Array, Array | None]:
-        queries, gate = self._queries(x, rope, count)
-        return queries, *self._keys_values(x, rope, count), gate
+        with jax.named_scope("qkv"):
+            weights, biases = (self.q_proj, self.k_proj, self.v_proj), (self.q_bias, self.k_bias, self.v_bias)
+            queries, keys, values = project_each(x, weights, biases, count)
+        queries, gate = self._turned_queries(queries, rope)
+        return queries, self._turned_keys(keys, rope), values, gate
 
     def _queries(
         self,
@@ -188,13 +191,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "T H d"], Float[Array, "T H d"] | None]:
         """Queries, and the output's gate where there is one."""
         with jax.named_scope("qkv"):
-            queries, gate = project(x, self.q_proj, self.q_bias, count), None
-            if self.gated:
-                queries, gate = jnp.split(queries, 2, axis=-1)
-            if self.q_norm is not None:
-                queries = self.q_norm(queries)
-        with jax.named_scope("rope"):
-            return apply_rope(queries, rope), gate
+            queries = project(x, self.q_proj, self.q_bias, count)
+        return self._turned_queries(queries, rope)
 
     def _keys_values(
         self,
@@ -206,10 +204,28 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             keys = project(x, self.k_proj, self.k_bias, count)
             values = project(x, self.v_proj, self.v_bias, count)
-            if self.k_norm is not None:
-                keys = self.k_norm(keys)
+        return self._turned_keys(keys, rope), values
+
+    def _turned_queries(
+        self, projected: Float[Array, "T H D"], rope: tuple[Float[Array, "T half"], Float[Array, "T half"]]
+    ) -> tuple[Float[Array, "T H d"], Float[Array, "T H d"] | None]:
+        """What the query projection gives, as attention takes it, and the output's gate where there is one."""
+        queries, gate = jnp.split(projected, 2, axis=-1) if self.gated else (projected, None)
+        if self.q_norm is not None:
+            with jax.named_scope("qkv"):
+                queries = self.q_norm(queries)
         with jax.named_scope("rope"):
-            return apply_rope(keys, rope), values
+            return apply_rope(queries, rope), gate
+
+    def _turned_keys(
+        self, projected: Float[Array, "T KV d"], rope: tuple[Float[Array, "T half"], Float[Array, "T half"]]
+    ) -> Float[Array, "T KV d"]:
+        """What the key projection gives, as it is cached."""
+        if self.k_norm is not None:
+            with jax.named_scope("qkv"):
+                projected = self.k_norm(projected)
+        with jax.named_scope("rope"):
+            return apply_rope(projected, rope)
 
     def _attend(
         self,

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.grouped_matmul import choose_backend, grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul import choose_backend, grouped_gated_matmul, grouped_matmul, grouped_matmul_each
 from uniprefill_jax.models.parameters import ParameterSpec
 from uniprefill_jax.parallel.shards import tensor_shards
 
 # As functions of their own in the program, products of one shape are traced and lowered once, however many there are.
 product = jax.jit(grouped_matmul, static_argnames="backend")
+product_each = jax.jit(grouped_matmul_each, static_argnames="backend")
 gated_product = jax.jit(grouped_gated_matmul, static_argnames=("activation", "backend"))
 
 
@@ -57,6 +58,28 @@ def project(
     else:
         result = jnp.tensordot(x, matrix(weight), axes=spec.num_inputs)
     return result if bias is None else result + bias[...]
+
+
+def project_each(
+    x: Float[Array, "T ..."],
+    weights: tuple[nnx.Param, ...],
+    biases: tuple[nnx.Param | None, ...],
+    count: Int32[Array, ""] | None = None,
+) -> tuple[Float[Array, "T ..."], ...]:
+    """`project` with each of several weights of the same layer and input axes; a few rows go through one kernel."""
+    values = [weight.get_value() for weight in weights]
+    specs = [_spec(weight) for weight in weights]
+    stacked = all(isinstance(value, LayerOfStack) for value in values)
+    if count is None or not stacked or not all(_kernel_takes(spec, x.dtype, None) for spec in specs):
+        return tuple(project(x, weight, bias, count) for weight, bias in zip(weights, biases, strict=True))
+    rows = x.reshape(x.shape[0], -1)
+    stacks = tuple(_flat(value.stack, spec) for value, spec in zip(values, specs, strict=True))
+    products = product_each(rows, stacks, count[None], first_group=values[0].index)
+    results = []
+    for result, spec, bias in zip(products, specs, biases, strict=True):
+        result = result.reshape(x.shape[0], *spec.shape[spec.num_inputs :])
+        results.append(result if bias is None else result + bias[...])
+    return tuple(results)
 
 
 def gated_project(
