@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from pallas_kernels.paged_attention.gpu_combine import LOWEST, combine
-from pallas_kernels.paged_attention.gpu_work import BEGIN, END, FIRST, STOP, line_up, stretch_begin
+from pallas_kernels.paged_attention.gpu_work import BEGIN, END, FIRST, STOP, TABLE_ROW, line_up, stretch_begin
 
 ALIGNMENT = 8  # rows; a TMA copy into the tiled layout that wgmma reads starts at a multiple of this
 COLUMNS = 8  # query heads: the smallest number of columns of a wgmma
@@ -76,9 +76,10 @@ def paged_attention_mosaic_gpu(
     queries: Float[Array, "B H d"],
     key_pages: Float[Array, "P KV page d"],
     value_pages: Float[Array, "P KV page d"],
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[Array, "R max_pages"],
     lengths: Int32[Array, " B"],
     first_visible: Int32[Array, " B"],
+    first_request: Int32[Array, ""] | int = 0,
     *,
     scale: float,
     tiling: Tiling | None = None,
@@ -105,7 +106,7 @@ def paged_attention_mosaic_gpu(
     stretches = max(tiling.programs * MULTIPROCESSORS // kv_heads, 1)
     with jax.named_scope("line_up"):
         lengths = jnp.clip(lengths, 0, page_table.shape[1] * page)
-        requests = line_up(lengths, jnp.maximum(first_visible, 0), tiling.keys)
+        requests = line_up(lengths, jnp.maximum(first_visible, 0), tiling.keys, first_request)
     grouped = queries.reshape(batch, kv_heads, group, head_dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, columns - group), (0, 0)))
     partial, maximum, total = _attend(
@@ -172,6 +173,7 @@ def _attend(requests, page_table, queries, key_pages, value_pages, *, stretches,
                 first_page = lax.div(requests_gmem[request, FIRST], page)
                 last_page = lax.div(requests_gmem[request, STOP] - 1, page)
                 item_row = first_row(request, place)
+                table_row = requests_gmem[request, TABLE_ROW]
 
                 def load(index, _):
                     slot = lax.rem(index - begin, stages)
@@ -179,7 +181,7 @@ def _attend(requests, page_table, queries, key_pages, value_pages, *, stretches,
                     sources = []
                     for number in range(pieces):
                         entry = jnp.clip(lax.div(row + number * piece, page), first_page, last_page)
-                        source = (table_gmem[request, entry] * kv_heads + kv_head) * page
+                        source = (table_gmem[table_row, entry] * kv_heads + kv_head) * page
                         source = source if piece == page else source + lax.rem(row, page)
                         sources.append(pl.ds(pl.multiple_of(source, ALIGNMENT), piece))
                     for gmem, smem, ready, free in (

@@ -9,16 +9,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-# Columns of the request table: where its steps begin and end on the line, and its visible rows [first, stop).
-BEGIN, END, FIRST, STOP = 0, 1, 2, 3
+# Columns of the request table: where its steps begin and end on the line, its visible rows [first, stop), and which row
+# of the page table it has.
+BEGIN, END, FIRST, STOP, TABLE_ROW = 0, 1, 2, 3, 4
 
 
-def line_up(lengths: Int32[Array, " B"], first_visible: Int32[Array, " B"], step: int) -> Int32[Array, "B columns"]:
+def line_up(
+    lengths: Int32[Array, " B"],
+    first_visible: Int32[Array, " B"],
+    step: int,
+    first_request: Int32[Array, ""] | int = 0,
+) -> Int32[Array, "B columns"]:
     """The request table: the steps of `step` rows that hold a visible row, one request after another."""
     count = (lengths + step - 1) // step - first_visible // step
     count = jnp.where(lengths > first_visible, count, 0)
     end = jnp.cumsum(count, dtype=jnp.int32)
-    return jnp.stack([end - count, end, first_visible, lengths], axis=1).astype(jnp.int32)
+    table_row = first_request + jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    return jnp.stack([end - count, end, first_visible, lengths, table_row], axis=1).astype(jnp.int32)
 
 
 def stretch_begin(stretch: Array | int, steps: Array, stretches: int) -> Array:

@@ -13,9 +13,10 @@ def paged_attention_reference(
     queries: Float[Array, "B H d"],
     key_pages: Float[Array, "P KV page d"],
     value_pages: Float[Array, "P KV page d"],
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[Array, "R max_pages"],
     lengths: Int32[Array, " B"],
     first_visible: Int32[Array, " B"],
+    first_request: Int32[Array, ""] | int = 0,
     *,
     scale: float,
 ) -> Float[Array, "B H d"]:
@@ -25,6 +26,7 @@ def paged_attention_reference(
     softmax: the work follows the real lengths, and nothing larger than one tile per request is gathered at a time.
     """
     batch, heads, head_dim = queries.shape
+    page_table = lax.dynamic_slice_in_dim(page_table, first_request, batch)
     num_pages, kv_heads, page, _ = key_pages.shape
     tile_pages = min(max(TILE_ROWS // page, 1), page_table.shape[1])
     tile = tile_pages * page

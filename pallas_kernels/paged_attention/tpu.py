@@ -42,9 +42,10 @@ def paged_attention_mosaic_tpu(
     queries: Float[Array, "B H d"],
     key_pages: Float[Array, "P KV page d"],
     value_pages: Float[Array, "P KV page d"],
-    page_table: Int32[Array, "B max_pages"],
+    page_table: Int32[Array, "R max_pages"],
     lengths: Int32[Array, " B"],
     first_visible: Int32[Array, " B"],
+    first_request: Int32[Array, ""] | int = 0,
     *,
     scale: float,
 ) -> Float[Array, "B H d"]:
@@ -67,7 +68,7 @@ def paged_attention_mosaic_tpu(
         # Pages without a visible row are replaced by one that has some: no other entry of the table is looked at.
         wanted = row[:, None] // page + jnp.arange(pages, dtype=jnp.int32)
         wanted = jnp.clip(wanted, (first_visible // page)[request, None], ((lengths - 1) // page)[request, None])
-        ids = jnp.clip(page_table[request[:, None], wanted], 0, num_pages - 1)
+        ids = jnp.clip(page_table[first_request + request[:, None], wanted], 0, num_pages - 1)
     merged = (num_pages, kv_heads * page, head_dim)  # the same bytes
     outputs = _attend(
         (request, row, ids.reshape(-1), first_visible, lengths),

@@ -27,9 +27,10 @@ def choose_backend(*, width: int = 4096, dtype: str = "bfloat16", platform: str 
 
 def norm_rows(
     x: Float[Array, "T D"],
-    weight: Float[Array, " D"],
+    weight: Float[Array, " D"] | Float[Array, "layers D"],
     count: Int32[Array, ""] | int,
     *,
+    layer: Int32[Array, ""] | int = 0,
     eps: float,
     zero_centred: bool = False,
     backend: Backend = "auto",
@@ -38,8 +39,11 @@ def norm_rows(
 
     Args:
         x: hidden states; rows from `count` on are padding.
-        weight: one number per column.
+        weight: one number per column; or a stack of such, of which that of `layer` counts. On Hopper it is read where
+            it lies: cut out beforehand it would be at another address in every layer, and the launches of a loop over
+            layers could not be recorded once for all of them.
         count: number of real rows; traced.
+        layer: traced as well.
         eps: added to the mean square.
         backend: "auto" is `choose_backend`; one that is named is used or refused, never replaced.
 
@@ -50,7 +54,9 @@ def norm_rows(
         ValueError: shapes that do not fit together, or that the named backend cannot take.
     """
     _check(x, weight)
-    return _NORM[_chosen(x, backend)](x, weight, jnp.asarray(count, jnp.int32), eps=eps, zero_centred=zero_centred)
+    count, layer = jnp.asarray(count, jnp.int32), jnp.asarray(layer, jnp.int32)
+    stack = weight if weight.ndim == 2 else weight[None]
+    return _NORM[_chosen(x, backend)](x, stack, layer, count, eps=eps, zero_centred=zero_centred)
 
 
 def add_rows(
@@ -58,7 +64,8 @@ def add_rows(
     delta: Float[Array, "T D"],
     count: Int32[Array, ""] | int,
     *,
-    weight: Float[Array, " D"] | None = None,
+    weight: Float[Array, " D"] | Float[Array, "layers D"] | None = None,
+    layer: Int32[Array, ""] | int = 0,
     eps: float = 0.0,
     zero_centred: bool = False,
     backend: Backend = "auto",
@@ -74,8 +81,9 @@ def add_rows(
     _check(x, weight)
     if delta.shape != x.shape or delta.dtype != x.dtype:
         raise ValueError(f"row_norms: delta is {delta.dtype}{delta.shape} and x {x.dtype}{x.shape}; they must agree")
-    function = _ADD[_chosen(x, backend)]
-    return function(x, delta, weight, jnp.asarray(count, jnp.int32), eps=eps, zero_centred=zero_centred)
+    count, layer = jnp.asarray(count, jnp.int32), jnp.asarray(layer, jnp.int32)
+    stack = weight[None] if weight is not None and weight.ndim == 1 else weight
+    return _ADD[_chosen(x, backend)](x, delta, stack, layer, count, eps=eps, zero_centred=zero_centred)
 
 
 def _chosen(x: Array, backend: Backend) -> Backends:
@@ -89,5 +97,5 @@ def _chosen(x: Array, backend: Backend) -> Backends:
 def _check(x: Array, weight: Array | None) -> None:
     if x.ndim != 2:
         raise ValueError(f"row_norms: x has shape {x.shape}; it must be [T, D]")
-    if weight is not None and weight.shape != x.shape[1:]:
+    if weight is not None and (weight.ndim not in (1, 2) or weight.shape[-1] != x.shape[1]):
         raise ValueError(f"row_norms: weight has shape {weight.shape} and rows {x.shape[1]} columns; they must agree")

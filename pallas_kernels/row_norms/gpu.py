@@ -17,6 +17,7 @@ from pallas_kernels.hopper import MULTIPROCESSORS
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 THREADS = 128  # of a warpgroup
+COUNT, LAYER = 0, 1  # places among the numbers that the kernel reads
 WIDEST = 8192  # columns: what the registers of a warpgroup hold, two rows at a time
 
 
@@ -30,7 +31,13 @@ def unsupported(width: int, dtype: jnp.dtype) -> str | None:
 
 
 def norm_rows_mosaic_gpu(
-    x: Float[Array, "T D"], weight: Float[Array, " D"], count: Int32[Array, ""], *, eps: float, zero_centred: bool
+    x: Float[Array, "T D"],
+    weights: Float[Array, "layers D"],
+    layer: Int32[Array, ""],
+    count: Int32[Array, ""],
+    *,
+    eps: float,
+    zero_centred: bool,
 ) -> Float[Array, "T D"]:
     """The norm of rows [0, count); see `norm_rows`.
 
@@ -42,13 +49,14 @@ def norm_rows_mosaic_gpu(
     def function(row, weight):
         return _norm(row, weight, eps, zero_centred)
 
-    return _on_rows(function, (x,), (weight,), count)
+    return _on_rows(function, (x,), (weights,), layer, count)
 
 
 def add_rows_mosaic_gpu(
     x: Float[Array, "T D"],
     delta: Float[Array, "T D"],
-    weight: Float[Array, " D"] | None,
+    weights: Float[Array, "layers D"] | None,
+    layer: Int32[Array, ""],
     count: Int32[Array, ""],
     *,
     eps: float,
@@ -60,14 +68,14 @@ def add_rows_mosaic_gpu(
         ValueError: a width or dtype that the kernel does not take.
     """
     _check(x)
-    if weight is None:
-        return _on_rows(lambda row, delta: row + delta, (x, delta), (), count)
+    if weights is None:
+        return _on_rows(lambda row, delta: row + delta, (x, delta), (), layer, count)
 
     def function(row, delta, weight):
         normed = _norm(delta, weight, eps, zero_centred).astype(jnp.bfloat16)
         return row + normed.astype(jnp.float32)
 
-    return _on_rows(function, (x, delta), (weight,), count)
+    return _on_rows(function, (x, delta), (weights,), layer, count)
 
 
 def _check(x: jax.Array) -> None:
@@ -88,19 +96,20 @@ def _norm(row, weight, eps, zero_centred):
 def _on_rows(
     function: Callable[..., jax.Array],
     arrays: tuple[jax.Array, ...],
-    vectors: tuple[jax.Array, ...],
+    stacks: tuple[jax.Array, ...],
+    layer: jax.Array,
     count: jax.Array,
 ) -> jax.Array:
-    """function(row of each array, vectors), all float32, for rows [0, count); other rows are not written."""
+    """function(row of each array, row `layer` of each stack), float32, for rows [0, count); others are not written."""
     rows, width = arrays[0].shape
     programs = min(rows, MULTIPROCESSORS * PROGRAMS_PER_MULTIPROCESSOR)
 
     def body(*refs):
-        *sources, count_gmem, out_gmem = refs
-        array_refs, vector_refs = sources[: len(arrays)], sources[len(arrays) :]
+        *sources, numbers_gmem, out_gmem = refs
+        array_refs, stack_refs = sources[: len(arrays)], sources[len(arrays) :]
         program = lax.axis_index("program")
-        mine = lax.div(count_gmem[0] - program + (programs - 1), programs)
-        constants = [ref[...].astype(jnp.float32) for ref in vector_refs]
+        mine = lax.div(numbers_gmem[COUNT] - program + (programs - 1), programs)
+        constants = [ref[numbers_gmem[LAYER]].astype(jnp.float32) for ref in stack_refs]
 
         def one(index, _):
             row = program + index * programs
@@ -116,4 +125,4 @@ def _on_rows(
         grid=(programs,),
         grid_names=("program",),
         compiler_params=mgpu.CompilerParams(approx_math=True),
-    )(*arrays, *vectors, jnp.minimum(count, rows)[None])
+    )(*arrays, *stacks, jnp.stack([jnp.minimum(count, rows), layer]))

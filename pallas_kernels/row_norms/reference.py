@@ -18,17 +18,24 @@ def norm(
 
 
 def norm_rows_reference(
-    x: Float[Array, "T D"], weight: Float[Array, " D"], count: Int32[Array, ""], *, eps: float, zero_centred: bool
+    x: Float[Array, "T D"],
+    weights: Float[Array, "layers D"],
+    layer: Int32[Array, ""],
+    count: Int32[Array, ""],
+    *,
+    eps: float,
+    zero_centred: bool,
 ) -> Float[Array, "T D"]:
     """The norm of every row; `count` is not needed here."""
     del count
-    return norm(x, weight, eps=eps, zero_centred=zero_centred)
+    return norm(x, weights[layer], eps=eps, zero_centred=zero_centred)
 
 
 def add_rows_reference(
     x: Float[Array, "T D"],
     delta: Float[Array, "T D"],
-    weight: Float[Array, " D"] | None,
+    weights: Float[Array, "layers D"] | None,
+    layer: Int32[Array, ""],
     count: Int32[Array, ""],
     *,
     eps: float,
@@ -36,4 +43,4 @@ def add_rows_reference(
 ) -> Float[Array, "T D"]:
     """x + delta, or x + norm(delta) with a weight; `count` is not needed here."""
     del count
-    return x + (delta if weight is None else norm(delta, weight, eps=eps, zero_centred=zero_centred))
+    return x + (delta if weights is None else norm(delta, weights[layer], eps=eps, zero_centred=zero_centred))

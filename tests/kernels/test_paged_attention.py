@@ -34,7 +34,11 @@ def check(backend, random, requests, shape, page, dtype, scale):
     arrays = paged_batch(
         random, lengths, first, heads=heads, kv_heads=kv_heads, head_dim=head_dim, page=page, dtype=dtype
     )
-    found = jax.jit(lambda *a: paged_attention(*a, scale=scale, backend=backend))(*arrays)
+    queries, keys, values, table, *ranges = arrays
+    # Tables of other layers before and after.
+    tables = np.concatenate([np.full_like(table, 1 << 30), table, np.full_like(table, 1 << 30)])
+    attend = jax.jit(lambda *a: paged_attention(*a, scale=scale, backend=backend))
+    found = attend(queries, keys, values, tables, *ranges, len(requests))
     assert found.dtype == dtype
     found, expected = np.asarray(found, np.float64), oracle.paged_attention(*arrays, scale)
     assert (found[[length == 0 for length in lengths]] == 0).all()

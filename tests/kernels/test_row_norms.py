@@ -33,12 +33,18 @@ def error(found, expected):
 def test_equal_float64(backend, rows, count, width, zero_centred, capfd):
     random = np.random.default_rng(rows)
     x, delta = (hidden(random, rows, count, width) for _ in range(2))
-    weight = random.normal(size=width).astype(jnp.bfloat16)
+    weights = random.normal(size=(3, width)).astype(jnp.bfloat16)
+    weights[[0, 2]] = np.nan
+    weight = weights[1]
     settings = {"eps": 1e-3, "zero_centred": zero_centred, "backend": backend}
+
+    def normed_sum(x, delta, weights, layer, count):
+        return add_rows(x, delta, count, weight=weights, layer=layer, **settings)
+
     with interpreted("mosaic_gpu", capfd):
         normed = jax.jit(lambda *a: norm_rows(*a, **settings))(x, weight, count)
         plain = jax.jit(lambda *a: add_rows(*a, backend=backend))(x, delta, count)
-        added = jax.jit(lambda x, d, w, c: add_rows(x, d, c, weight=w, **settings))(x, delta, weight, count)
+        added = jax.jit(normed_sum)(x, delta, weights, 1, count)
     if count:
         x, delta = x[:count], delta[:count]
         wide = x.astype(np.float64)

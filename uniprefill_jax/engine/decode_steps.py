@@ -178,20 +178,23 @@ def decode_step(
     positions = slots.prompt_length + slots.decoded
     ropes = {layer.rope: rope_table(layer.rope, positions) for layer in config.layers if layer.rope is not None}
     recurrent_slots = jnp.where(runs, rows + 1, DUMMY_SLOT)
+    # Tables of all layers, one after another: nothing has to be cut out for a layer.
+    all_tables = page_tables.reshape(-1, page_tables.shape[2])
 
     def mix(kind: str, layer: Array | int, x: Array, pools: CachePools) -> tuple[Array, CachePools]:
         spec, module = places.spec(kind), model.layer(kind, in_stack[layer])
         mixer, place = module.mixer, in_pool[layer]
         if isinstance(mixer, Attention):
             assert spec.rope is not None
-            rope, scale, table, before = ropes[spec.rope], mixer.scale, page_tables[place], used[place]
+            rope, scale, before, first_request = ropes[spec.rope], mixer.scale, used[place], place * num_slots
             first = _first_visible(spec, slots, before, positions, in_tails[layer])
 
             def attend(queries: Array, keys: Array, values: Array) -> tuple[Array, CachePools]:
                 lengths = jnp.where(runs, before + 1, 0)
-                places = RowPlaces(table, rows, before, runs)
+                places = RowPlaces(all_tables, first_request + rows, before, runs)
                 attention = partial(paged_attention, scale=scale)
-                return write_and_attend(attention, pools, (queries, keys, values), places, lengths, first)
+                ranges = (lengths, first, first_request)
+                return write_and_attend(attention, pools, (queries, keys, values), places, *ranges)
 
             attended = partial(mixer.attend_with, rope=rope, attend=attend, count=count)
             return module.mix_with(x, attended, count)

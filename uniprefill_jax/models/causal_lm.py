@@ -63,13 +63,14 @@ class CausalLM(nnx.Module):
             return x
 
     def layer(self, kind: str, index: Int32[Array, ""] | int) -> DecoderLayer:
-        """One layer of a kind at a (traced) index of its stack: vectors are cut out, matrices stay where they lie."""
+        """One layer of a kind at a (traced) index of its stack: matrices and the weights of norms over whole rows stay
+        where they lie, other vectors are cut out."""
         graph, stacked = nnx.split(self.layers[kind])
         index = jnp.asarray(index, jnp.int32)
 
         def take(variable: nnx.Variable) -> nnx.Variable:
-            layer = LayerOfStack(variable.get_value(), index)
-            return variable.replace(layer if variable.get_metadata()["spec"].num_inputs else layer.cut())
+            layer, spec = LayerOfStack(variable.get_value(), index), variable.get_metadata()["spec"]
+            return variable.replace(layer if spec.num_inputs or spec.axes == ("embed",) else layer.cut())
 
         taken = [(path, take(variable)) for path, variable in nnx.to_flat_state(stacked)]
         return nnx.merge(graph, nnx.from_flat_state(taken))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.row_norms import add_rows, choose_backend, norm_rows
 from pallas_kernels.row_norms.reference import norm
 from uniprefill_jax.models.parameters import ParameterScope, constant
+from uniprefill_jax.models.projection import matrix, stack_of
 
 # As functions of their own in the program the kernels are traced and lowered once per shape, however many layers call.
 _norm_rows = jax.jit(norm_rows, static_argnames=("eps", "zero_centred", "backend"))
@@ -35,8 +36,9 @@ class RMSNorm(nnx.Module):
         """
         with jax.named_scope("norm"):
             if count is not None and _kernel_takes(x):
-                return _norm_rows(x, self.weight[...], count, eps=self.eps, zero_centred=self.zero_centred)
-            return norm(x, self.weight[...], eps=self.eps, zero_centred=self.zero_centred)
+                weights, layer = stack_of(self.weight)
+                return _norm_rows(x, weights, count, layer=layer, eps=self.eps, zero_centred=self.zero_centred)
+            return norm(x, matrix(self.weight), eps=self.eps, zero_centred=self.zero_centred)
 
 
 def add_residual(
@@ -51,8 +53,9 @@ def add_residual(
             return x + (delta if output_norm is None else output_norm(delta))
         if output_norm is None:
             return _add_rows(x, delta, count)
-        weight = output_norm.weight[...]
-        return _add_rows(x, delta, count, weight=weight, eps=output_norm.eps, zero_centred=output_norm.zero_centred)
+        weights, layer = stack_of(output_norm.weight)
+        settings = {"eps": output_norm.eps, "zero_centred": output_norm.zero_centred}
+        return _add_rows(x, delta, count, weight=weights, layer=layer, **settings)
 
 
 def _kernel_takes(x: Array) -> bool:

@@ -41,6 +41,12 @@ def matrix(weight: nnx.Param) -> Array:
     return value.cut() if isinstance(value, LayerOfStack) else value
 
 
+def stack_of(weight: nnx.Param) -> tuple[Array, Int32[Array, ""] | int]:
+    """The stack that a layer's weight lies in and its place there; of a weight on its own a stack of one."""
+    value = weight.get_value()
+    return (value.stack, value.index) if isinstance(value, LayerOfStack) else (value[None], 0)
+
+
 def project(
     x: Float[Array, "T ..."], weight: nnx.Param, bias: nnx.Param | None = None, count: Int32[Array, ""] | None = None
 ) -> Float[Array, "T ..."]:
