@@ -55,7 +55,7 @@ def test_single_queries(lengths):
 def test_shapes_that_do_not_fit():
     pages = jnp.zeros((4, 2, PAGE, 8))
     fits = (jnp.zeros((2, 4, 8)), pages, pages, jnp.zeros((2, 3), jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros(2, int))
-    wrong = {0: jnp.zeros((2, 3, 8)), 2: pages[:2], 3: jnp.zeros((3, 3), jnp.int32), 4: jnp.ones(3, jnp.int32)}
+    wrong = {0: jnp.zeros((2, 3, 8)), 2: pages[:2], 3: jnp.zeros((1, 3), jnp.int32), 4: jnp.ones(3, jnp.int32)}
     for place, array in wrong.items():
         arguments = [array if number == place else right for number, right in enumerate(fits)]
         with pytest.raises(ValueError, match="paged_attention"):

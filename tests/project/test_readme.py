@@ -80,6 +80,17 @@ def test_engine_figures_are_those_of_the_result_file():
         assert gain == f"{both[1]['gain']:.2f}"
 
 
+def test_recurrence_figures_are_those_of_the_result_file():
+    rows = json.loads((ROOT / "benchmarks/results/gated_delta_rule_h200.json").read_text())["rows"]
+    found = {(row["n"], row["batch"], row["backend"]): row for row in rows if row["op"] == "gated_delta_rule"}
+    printed = re.findall(r"([\d,]+)(?: tokens)? in ([\d.]+) ms \(([\d.]+) ms\)", README.replace("\n", " "))
+    assert len(printed) == 3
+    for length, ours, theirs in printed:
+        cells = [found[int(length.replace(",", "")), 1, name] for name in ("mosaic_gpu", "flash_linear_attention")]
+        assert [ours, theirs] == [f"{row['median_ms']:.3f}" for row in cells]
+        assert cells[0]["error_outputs_slow_decay"] < 0.0018
+
+
 def test_figures_of_tpus_are_those_of_the_result_file():
     rows = json.loads((ROOT / "benchmarks/results/tpu_aot.json").read_text())["rows"]
     found: dict[tuple[str, ...], list[dict]] = {}
