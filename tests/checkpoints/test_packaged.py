@@ -23,7 +23,14 @@ class Installed:
 @pytest.mark.parametrize("alias", PACKAGED_MODELS)
 def test_the_installed_models_are_found(alias: str):
     path = find_packaged(alias)
-    assert path is not None and path.suffix == ".gguf" and path.stat().st_size > 50_000_000
+    assert path is not None
+    if alias == packaged.BUNDLED_MODEL:  # as small as a repository wants it
+        assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
+            file.name for file in path.iterdir()
+        }
+        assert (path / "model.safetensors").stat().st_size < 8 * 2**20
+    else:
+        assert path.suffix == ".gguf" and path.stat().st_size > 50_000_000
     assert find_packaged(alias) == path
 
 

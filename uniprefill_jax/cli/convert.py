@@ -11,7 +11,10 @@ from uniprefill_jax.cli.reading import reading
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m).")],
+    source: Annotated[
+        str,
+        typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
+    ],
     destination: Annotated[Path, typer.Argument(help="Folder to make; it must not exist yet.")],
     dtype: DataTypeOption = "auto",
 ) -> None:

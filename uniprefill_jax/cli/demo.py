@@ -17,7 +17,9 @@ PEAK_WITH_MEMORY = UniPrefillConfig(top_p=0.8, score="peak", score_memory=0.5, t
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="smollm2-135m, gemma-3-270m, or the path of a model.")] = "smollm2-135m",
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m, gemma-3-270m, qwen3-next-needles, or the path of a model.")
+    ] = "smollm2-135m",
     top_p: Annotated[
         float | None, typer.Option("--top-p", help="Share of the score that stays; by default 0.8, published 0.99.")
     ] = None,

@@ -24,7 +24,7 @@ DEFAULT_SAMPLES = 100
 evaluate = typer.Typer(help="Measure accuracy, dense against dropping, on the same prompts.", no_args_is_help=True)
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m).")
+    str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles).")
 ]
 ConfigOption = Annotated[
     list[str] | None,

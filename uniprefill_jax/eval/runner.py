@@ -70,9 +70,10 @@ def run_cases(
     for length_cases in _grouped(cases, lambda case: case.length):
         shape = shapes[length_cases[0].length]
         for setting in settings:
-            for task_cases in _grouped(length_cases, lambda case: case.task):
-                for at in range(0, len(task_cases), shape.requests):
-                    batch = task_cases[at : at + shape.requests]
+            # Tasks whose answers may be equally long share batches: fewer of them are half empty.
+            for alike in _grouped(length_cases, lambda case: case.max_tokens):
+                for at in range(0, len(alike), shape.requests):
+                    batch = alike[at : at + shape.requests]
                     known = [store.get(setting.name, case) for case in batch]
                     if None in known:
                         store.add(_answer(llm, batch, setting, shape, progress))
@@ -103,7 +104,7 @@ def batch_shapes(cases: Sequence[Case], batch_size: int | None) -> dict[int, Bat
     shapes = {}
     for of_length in _grouped(cases, lambda case: case.length):
         length = prompt_bucket(max(len(case.prompt) for case in of_length))
-        most = max(Counter(case.task for case in of_length).values())
+        most = max(Counter(case.max_tokens for case in of_length).values())
         power = max(0, math.floor(math.log2(affordable / length) / 2 + 0.5))
         requests = min(batch_size or min(2**power, MOST_REQUESTS), most)
         new_tokens = max(len(case.continuation) + case.max_tokens for case in of_length)
