@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import typer
+from rich.console import Console
 
 import uniprefill_jax as up
 from tests.parallel.models import write_checkpoint
-from uniprefill_jax.calibrated import calibrated_setting, setting_path, write_setting
+from uniprefill_jax.calibrated import CalibratedSetting, calibrated_setting, setting_path, write_setting
+from uniprefill_jax.cli import options
 from uniprefill_jax.eval.calibration import Calibrator, describe
 from uniprefill_jax.eval.cases import Case
 from uniprefill_jax.eval.settings import parse_setting
@@ -109,3 +113,23 @@ def test_the_setting_beside_a_model_is_its_default(tmp_path: Path):
     (folder / "uniprefill-setting.json").write_text("[]")
     with pytest.raises(up.ConfigError, match="holds no setting"):
         up.LLM.load(folder, "float32")
+
+
+def test_commands_take_the_setting_unless_told_one(tmp_path: Path):
+    """generate, explain and serve: any dropping option replaces the model's own setting as a whole."""
+    own = up.UniPrefillConfig(top_p=0.9, score="peak")
+    llm: Any = SimpleNamespace(default_config=own, calibrated=CalibratedSetting(own, "its file", {}))
+    taken = []
+
+    def command(context: typer.Context, top_p: options.TopPOption = 0.99, seed: int = 0) -> None:
+        taken.append(options.own_setting(console, context, up.UniPrefillConfig(top_p=top_p), llm))
+
+    app = typer.Typer()
+    app.command()(command)
+    with (tmp_path / "console").open("w+") as stream:
+        console = Console(file=stream)
+        for words in ([], ["--seed", "1"], ["--top-p", "0.99"]):
+            app(words, standalone_mode=False)
+        stream.seek(0)
+        assert stream.read() == "setting: its file\n" * 2
+    assert taken == [own, own, up.UniPrefillConfig()]

@@ -71,7 +71,7 @@ def test_a_killed_run_resumes_to_the_same_result(tiny: LLM, cases: list[Case], t
     before = path.read_bytes()
     path.write_bytes(before[:-40])  # the last line was being written
     assert run(tiny, cases, path) == whole
-    assert path.read_text().count('"answers"') == 12
+    assert path.read_text().count('"answers"') == 10  # the tasks share batches
     assert len(whole) == 4 and {row["task"] for row in whole} == {"first", "second"}  # losses have no average
     dropping = [row for row in whole if row["method"] == "uniprefill"]
     assert all(row["diff"] != 0 and row["kept"][0] < 1 and row["samples"] == 5 for row in dropping)

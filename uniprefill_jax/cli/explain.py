@@ -22,6 +22,7 @@ DEMO_DEPTH = 0.6
 
 
 def explain(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
@@ -76,6 +77,7 @@ def explain(
     step = progress_steps(console)
     with step(f"Loading {model}"):
         llm = LLM.load(model, dtype=options.resolve_dtype(dtype))
+    config = options.own_setting(console, context, config, llm)
     token_ids, marks = _demo_prompt(llm, model) if text is None else (prompts.tokenize(llm, model, text, chat), [])
     assert llm.tokenizer is not None
     result, timing = measure(llm, token_ids, config, runs=runs, step=step)

@@ -84,16 +84,16 @@ def generate(
     with devices.open_devices(
         tensor_parallel_size, distributed, coordinator_address, num_processes, process_id
     ) as where:
-        named = config if options.names_setting(context) else None
-        _generate(model, text, chat, options.resolve_dtype(dtype), named, sampling, stream, json, where)
+        _generate(context, model, text, chat, options.resolve_dtype(dtype), config, sampling, stream, json, where)
 
 
 def _generate(
+    context: typer.Context,
     model: str,
     text: str,
     chat: bool | None,
     dtype: str,
-    config: UniPrefillConfig | None,
+    config: UniPrefillConfig,
     sampling: SamplingConfig,
     stream: bool,
     json: Path | None,
@@ -105,8 +105,7 @@ def _generate(
     console = Console(stderr=True, quiet=not where.speaks)
     with reading(console, model) as progress:
         llm = LLM.load(model, dtype=dtype, mesh=where.mesh, progress=progress)
-    if config is None and llm.calibrated is not None:
-        console.print(f"setting: {llm.calibrated.source}", style="dim", highlight=False, markup=False)
+    config = options.own_setting(console, context, config, llm)
     token_ids = prompts.tokenize(llm, model, text, chat)
     if stream:
         for _, piece in llm.stream(token_ids, config, sampling):

@@ -11,6 +11,7 @@ from uniprefill_jax.errors import InputError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from rich.console import Console
 
     from uniprefill_jax.llm import LLM
 
@@ -136,6 +137,15 @@ def names_setting(context: typer.Context) -> bool:
     known = {field.name for field in fields(UniPrefillConfig)} | {"dense"}
     sources = (context.get_parameter_source(name) for name in context.params.keys() & known)
     return any(source is not None and source.name != "DEFAULT" for source in sources)
+
+
+def own_setting(console: "Console", context: typer.Context, config: UniPrefillConfig, llm: "LLM") -> UniPrefillConfig:
+    """The setting that a run uses: `config` where the user named any part of it, else the model's default."""
+    if names_setting(context):
+        return config
+    if llm.calibrated is not None:
+        console.print(f"setting: {llm.calibrated.source}", style="dim", highlight=False, markup=False)
+    return llm.default_config
 
 
 def make_config(

@@ -26,6 +26,7 @@ ENGINE_DEFAULTS = EngineConfig()
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
@@ -139,7 +140,6 @@ def serve(
         host=host,
         port=port,
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
-        uniprefill=config,
         max_body_bytes=max_body_mib * 2**20,
         max_waiting=max_waiting,
         request_timeout=request_timeout,
@@ -156,6 +156,7 @@ def serve(
         console = Console(stderr=True, quiet=not where.speaks)
         with reading(console, model) as progress:
             llm = LLM.load(model, dtype=options.resolve_dtype(dtype), mesh=where.mesh, progress=progress)
+        config = options.own_setting(console, context, config, llm)
         if cache_tokens is not None:
             engine_config = replace(engine_config, pool_pages=_pages(llm.config, cache_tokens, page_size))
         with devices.open_engine(llm, engine_config) as engine:
@@ -166,7 +167,7 @@ def serve(
             if dense_below is None:
                 dense_below = _remembered(console, engine, config)
             configure_logging()
-            run_server(engine, replace(settings, dense_below=dense_below))
+            run_server(engine, replace(settings, uniprefill=config, dense_below=dense_below))
 
 
 def _pages(model: "ModelConfig", tokens: int, page_size: int) -> int:
