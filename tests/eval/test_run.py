@@ -175,4 +175,7 @@ def test_ruler_from_files_end_to_end(prompts: Path, tmp_path: Path, capsys: pyte
     told = tmp_path / "told.json"
     assert command("table", str(answers), "--json", str(told)) == table
     assert [row["score"] for row in json.loads(told.read_text())["rows"]] == [row["score"] for row in rows]
+    untimed = command("table", str(answers), "--json", str(told), "--no-times")
+    assert "FLOPs of dense" in untimed and "prefill" in table and "prefill" not in untimed
+    assert {"ttft_ratio", "prefill_ms", "dense_prefill_ms"}.isdisjoint(json.loads(told.read_text())["rows"][0])
     assert "has none of vt" in command("ruler", *data, "--tasks", "vt", "--lengths", "512", code=2)

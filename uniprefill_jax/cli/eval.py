@@ -157,10 +157,13 @@ def probes(
 @evaluate.command()
 def table(
     answers: Annotated[list[Path], typer.Argument(help="Files written by --answers, of one model.")],
+    no_times: Annotated[
+        bool, typer.Option("--no-times", help="Leave out times: the runs shared their device with other work.")
+    ] = False,
     json: options.JsonOption = None,
 ) -> None:
     """Tables, and with --json a result file, of answers that are already there; needs no model and no device."""
-    from uniprefill_jax.eval.rows import result_rows
+    from uniprefill_jax.eval.rows import result_rows, without_times
     from uniprefill_jax.eval.store import read_answers
     from uniprefill_jax.eval.table import print_tables
 
@@ -172,6 +175,8 @@ def table(
         labels = {name: value for name, value in common.items() if name not in ("device", "batch_size")}
         devices.add(str(common.get("device")))
         rows += result_rows(found, settings, labels)
+    if no_times:
+        rows = without_times(rows)
     print_tables(Console(), rows)
     if json is not None:
         from uniprefill_jax.result_file import write_result

@@ -10,6 +10,7 @@ from uniprefill_jax.eval.settings import DENSE, Setting
 from uniprefill_jax.eval.store import Answer
 
 AVERAGE = "average"
+TIMES = ("prefill_ms", "dense_prefill_ms", "ttft_ratio")
 
 
 def result_rows(answers: Iterable[Answer], settings: Sequence[Setting], labels: dict[str, Any]) -> list[dict[str, Any]]:
@@ -39,6 +40,11 @@ def result_rows(answers: Iterable[Answer], settings: Sequence[Setting], labels: 
                 head = labels | {"task": task, "length": length, "method": setting.method, "config": setting.name}
                 rows.append(head | _compare([own for own, _ in group], [dense for _, dense in group]))
     return rows
+
+
+def without_times(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of runs that shared their device with other work: what they took says nothing."""
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
 def scores(answers: Sequence[Answer]) -> np.ndarray:

@@ -59,7 +59,7 @@ def print_prompt(console: Console, title: str, text: str) -> None:
 
 
 def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """For each length a table of tasks by settings (with the difference to dense), and one of the averages."""
+    """For each length a table of tasks by settings, with the difference to dense, and what they kept and took."""
     for length in dict.fromkeys(row["length"] for row in rows):
         own = [row for row in rows if row["length"] == length]
         settings = list(dict.fromkeys(row["config"] for row in own))
@@ -70,12 +70,15 @@ def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         for task in dict.fromkeys(row["task"] for row in own):
             cells = {row["config"]: _cell(row) for row in own if row["task"] == task}
             table.add_row(task, *(cells.get(setting, "") for setting in settings), end_section=task == AVERAGE)
+        times = (
+            ("prefill, ms per prompt", lambda row: f"{row['prefill_ms']:.1f}"),
+            ("prefill, of dense", lambda row: f"{row['ttft_ratio']:.2f}"),
+        )
         for label, show in (
             ("samples", lambda row: str(row["samples"])),
             ("kept after each drop", lambda row: " ".join(f"{share:.2f}" for share in row["kept"])),
             ("FLOPs of dense", lambda row: f"{row['flop_fraction']:.2f}"),
-            ("prefill, ms per prompt", lambda row: f"{row['prefill_ms']:.1f}"),
-            ("prefill, of dense", lambda row: f"{row['ttft_ratio']:.2f}"),
+            *(times if "ttft_ratio" in own[0] else ()),
         ):
             # The average's row, or that of the only task.
             last = {row["config"]: row for row in own}
