@@ -13,6 +13,14 @@ README = (ROOT / "README.md").read_text()
 KERNEL_ROW = re.compile(
     r"^\| (?P<name>[^|]+) \| (?P<n>[\d,]+) \| (?P<plain>[\d.]+) ms \| (?P<kernel>[\d.]+) ms \|", re.M
 )
+NEEDLE_TASKS = {
+    "one needle": "single",
+    "one of many keys": "multikey",
+    "four keys at once": "multiquery",
+    "all values of a key": "multivalue",
+    "variable tracking, a whole chain": "listing",
+    "value of a chain's last variable": "hops",
+}
 OPERATIONS = {
     "block_score": {"op": "block_score"},
     "compact_rows, all kept": {"op": "compact_rows", "kept": 1.0},
@@ -108,3 +116,14 @@ def test_figures_of_tpus_are_those_of_the_result_file():
         row = next(row for row in candidates if round(row["compile_cpu_s"]) == int(seconds))
         assert memory.split()[0] == f"{row['hbm_gib']:.2f}" if row["fits"] else "does not fit" in memory
         assert kernels == (", ".join(row.get("kernels", {})) or "none")
+
+
+def test_answers_of_the_bundled_model_are_those_of_its_evaluation():
+    rows = json.loads((ROOT / "uniprefill_jax/demo/qwen3-next-needles/evaluation.json").read_text())["rows"]
+    found = {
+        row["task"]: row for row in rows if (row["length"], row["drop_layers"], row["top_p"]) == (4096, [3, 5, 7], 0.9)
+    }
+    assert {row["samples"] for row in found.values()} == {64}
+    for label, task in NEEDLE_TASKS.items():
+        cells = [f"{found[task][choice]:.0%}" for choice in ("dense", "rule", "random", "recent")]
+        assert f"| {label} | {' | '.join(cells)} |" in README
