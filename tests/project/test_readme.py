@@ -127,3 +127,15 @@ def test_answers_of_the_bundled_model_are_those_of_its_evaluation():
     for label, task in NEEDLE_TASKS.items():
         cells = [f"{found[task][choice]:.0%}" for choice in ("dense", "rule", "random", "recent")]
         assert f"| {label} | {' | '.join(cells)} |" in README
+
+
+def test_ruler_figures_are_those_of_the_result_file():
+    rows = json.loads((ROOT / "benchmarks/results/ruler_cpu_smollm2.json").read_text())["rows"]
+    cells = {(row["config"], row["task"]): row for row in rows}
+    for config in dict.fromkeys(row["config"] for row in rows):
+        found = [cells[config, task] for task in ("niah_single_2", "niah_multikey_1", "average")]
+        assert [row["samples"] for row in found] == [32, 32, 64]
+        line = f"| {found[-1]['flop_fraction']:.2f} | {' | '.join(f'{row["score"]:.1f}' for row in found)} | "
+        if config != "dense":
+            line += "{diff:+.1f} ({ci_low:+.1f} to {ci_high:+.1f}) |".format_map(found[-1])
+        assert line in README
