@@ -46,6 +46,7 @@ def test_ttft(tmp_path, capsys):
         ("throughput --arch llama-tiny --interference 3:4", "use RUNNING:SHORT:LONG"),
         ("throughput --arch llama-tiny --decoding 3", "use RUNNING:LENGTH"),
         ("throughput --arch llama-tiny --request-rate 0", "--request-rate 0.0"),
+        ("throughput --arch llama-tiny --lengths none", "give --decoding or --interference"),
         ("kernels --only drop,softmax", "--only names 'softmax'"),
     ],
 )
@@ -64,7 +65,7 @@ def test_throughput(tmp_path):
     )
     with pytest.raises(SystemExit, match="0"):
         main([*words.split(), str(path)])
-    dense, dropping, disturbed, _, decoding, _ = json.loads(path.read_text())["rows"]
+    decoding, _, dense, dropping, disturbed, _ = json.loads(path.read_text())["rows"]
     assert [dense["method"], dropping["method"]] == ["dense", "top_p=0.5"]
     assert dense["kept_fraction"] == 1.0 > dropping["kept_fraction"]
     # 16 layers, 3 requests, pages of 64 tokens.
@@ -83,6 +84,15 @@ def test_throughput(tmp_path):
     assert disturbed["whole_prefill_ms"] > 0
     assert decoding["method"] == "dense, decoding" and 0 < decoding["host_ms_per_step"]
     assert decoding["tokens_per_s"] == pytest.approx(3e3 / decoding["step_ms"], rel=1e-2)
+
+
+def test_decode_steps_alone(tmp_path):
+    path = tmp_path / "decoding.json"
+    words = "bench throughput --arch llama-tiny --lengths none --decoding 2:40 --top-p 0.5 --pool-gib 0.01 --json"
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["method"] for row in rows] == ["dense, decoding", "top_p=0.5, decoding"]
 
 
 def test_guard_names_what_is_over_its_limit():

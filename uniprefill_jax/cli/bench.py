@@ -107,7 +107,9 @@ def ttft(
 def throughput(
     arch: ArchOption = "",
     model: ModelOption = "",
-    lengths: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "4096,32768",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths, in tokens; none: only what --decoding and --interference ask for.")
+    ] = "4096,32768",
     batches: Annotated[str, typer.Option(help="Prompts of each length.")] = "1,4,16",
     output_len: Annotated[int, typer.Option(min=1, help="Tokens that each generates; 1 measures prefill.")] = 1,
     range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, in [0, 1).")] = 0.0,
@@ -142,7 +144,7 @@ def throughput(
 ) -> None:
     """The engine under load: tokens per second, latencies, pages held; dense and dropping on the same requests."""
     options.check_output(json_path)
-    cells = _cells(lengths, batches)
+    cells = [] if lengths == "none" else _cells(lengths, batches)
     limits = _goodput(goodput)
     disturbance = options.numbers("--interference", interference.replace(":", ","), int) if interference else []
     steps = options.numbers("--decoding", decoding.replace(":", ","), int) if decoding else []
@@ -150,12 +152,14 @@ def throughput(
         raise InputError(f"--decoding is {decoding!r}; use RUNNING:LENGTH")
     if len(disturbance) not in (0, 3):
         raise InputError(f"--interference is {interference!r}; use RUNNING:SHORT:LONG")
+    if not (cells or steps or disturbance):
+        raise InputError("--lengths is none and nothing else is asked for; give --decoding or --interference")
     if not 0 <= range_ratio < 1 or request_rate <= 0 or burstiness <= 0:
         raise InputError(
             f"--range-ratio is {range_ratio}, --request-rate {request_rate}, --burstiness {burstiness}; the first must "
             "be in [0, 1), the others above 0"
         )
-    if random_prefix_len >= min(cells)[0]:
+    if cells and random_prefix_len >= min(cells)[0]:
         raise InputError(f"--random-prefix-len is {random_prefix_len}; use less than every one of --lengths {lengths}")
     dropping = UniPrefillConfig(drop_layers=options.parse_drop_layers(drop_layers), dropped_tokens=dropped_tokens)
     configs = {"dense": UniPrefillConfig.dense()} | {
@@ -175,7 +179,7 @@ def throughput(
         tp = 1 if where.mesh is None else where.mesh.size
         longest = max(
             [
-                math.ceil(max(cells)[0] * (1 + range_ratio)) + output_len * 2,
+                *(math.ceil(length * (1 + range_ratio)) + output_len * 2 for length, _ in cells),
                 *disturbance[2:],
                 *(n + measured.DECODED_TOKENS for n in steps[1:]),
             ]
@@ -195,7 +199,12 @@ def throughput(
         def labels(length: int, batch: int, method: str) -> dict[str, Any]:
             return {"arch": arch or model, "n": length, "batch": batch, "tp": tp, "dtype": data_type, "method": method}
 
-        for setting in configs.values():
+        if steps:  # its own first round compiles what it needs
+            running, length = steps
+            for method, setting in configs.items():
+                row = measured.decoding(engine, running, length, setting, seed)
+                add(labels(length, running, f"{method}, decoding") | row)
+        for setting in configs.values() if cells or disturbance else ():
             measured.rehearse(engine, setting)
         for length, batch in cells:
             # The engine would go through them one after another all the same, but not as one batch.
@@ -229,11 +238,6 @@ def throughput(
             for method, setting in configs.items():
                 row = measured.interference(engine, running, short, long, setting, seed)
                 add(labels(long, running, f"{method}, interference") | {"prefill_chunk": prefill_chunk} | row)
-        if steps:
-            running, length = steps
-            for method, setting in configs.items():
-                row = measured.decoding(engine, running, length, setting, seed)
-                add(labels(length, running, f"{method}, decoding") | row)
 
 
 @bench.command()
