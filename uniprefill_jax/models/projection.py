@@ -63,7 +63,7 @@ def project(
         result = result.reshape(x.shape[0], *outputs)
     else:
         result = jnp.tensordot(x, matrix(weight), axes=spec.num_inputs)
-    return result if bias is None else result + bias[...]
+    return result if bias is None else result + matrix(bias)
 
 
 def project_each(
@@ -84,7 +84,7 @@ def project_each(
     results = []
     for result, spec, bias in zip(products, specs, biases, strict=True):
         result = result.reshape(x.shape[0], *spec.shape[spec.num_inputs :])
-        results.append(result if bias is None else result + bias[...])
+        results.append(result if bias is None else result + matrix(bias))
     return tuple(results)
 
 
