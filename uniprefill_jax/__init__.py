@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from uniprefill_jax.parallel.mesh import make_mesh as make_mesh
     from uniprefill_jax.results import Completion as Completion
     from uniprefill_jax.results import PrefillResult as PrefillResult
+    from uniprefill_jax.sparsify.methods.protocol import Method as Method
     from uniprefill_jax.sparsify.selection import score_blocks as score_blocks
     from uniprefill_jax.sparsify.selection import select_tokens as select_tokens
 
@@ -28,6 +29,7 @@ _HOMES = {
     "EngineConfig": "config",
     "InputError": "errors",
     "LLM": "llm",
+    "Method": "sparsify.methods.protocol",
     "PrefillResult": "results",
     "SamplingConfig": "config",
     "UniPrefillConfig": "config",

@@ -22,6 +22,7 @@ from uniprefill_jax.models.gated_delta_net import RecurrentCache
 from uniprefill_jax.models.layer_loop import group_layers, index_table, loop_layers
 from uniprefill_jax.models.rope import rope_table
 from uniprefill_jax.prefill import LayerCaches, PrefillPlan, SegmentRows
+from uniprefill_jax.sparsify.methods.compression import compressed_lengths
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class DecodePlan:
         window_meaning: whether windows count original positions or kept tokens.
         capacity: most tokens that can be generated.
         logprobs: whether the log-probability of every token is kept.
+        kept_rows: most prompt rows of a request that full-attention layers hold; None for all that entered.
     """
 
     model: ModelConfig
@@ -41,11 +43,13 @@ class DecodePlan:
     window_meaning: WindowMeaning
     capacity: int
     logprobs: bool = False
+    kept_rows: int | None = None
 
     @classmethod
     def after(cls, plan: PrefillPlan, capacity: int, logprobs: bool = False) -> "DecodePlan":
         """The plan that continues a prefill."""
-        return cls(plan.model, plan.segment_of_layer, plan.config.sliding_window, capacity, logprobs)
+        kept_rows = None if plan.compression is None else plan.compression.most_rows
+        return cls(plan.model, plan.segment_of_layer, plan.config.sliding_window, capacity, logprobs, kept_rows)
 
 
 @struct.dataclass
@@ -171,9 +175,11 @@ def decode_step(
                 lambda array: jax.lax.dynamic_index_in_dim(array, at, keepdims=False), prompt_caches[kind]
             )
             segment = segment_table[layer]
-            visible = _visible_rows(
-                plan, spec, segments.positions[segment], segments.cu_seqlens[segment], positions, state.step
-            )
+            cu_seqlens = segments.cu_seqlens[segment]
+            if plan.kept_rows is not None and spec.mixer == "full":
+                cu_seqlens = compressed_lengths(cu_seqlens, plan.kept_rows)
+            row_positions = segments.positions[segment, : prompt.keys.shape[0]]
+            visible = _visible_rows(plan, spec, row_positions, cu_seqlens, positions, state.step)
             view = AttentionStep(
                 prompt=prompt,
                 generated=kept,

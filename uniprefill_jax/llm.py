@@ -27,6 +27,7 @@ from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
 from uniprefill_jax.sampling import SamplingKind, SamplingNumbers
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+from uniprefill_jax.sparsify.methods.protocol import Method
 
 if TYPE_CHECKING:
     from uniprefill_jax.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 STEPS_BETWEEN_STOPS = 16
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 Prompt = str | Sequence[int]
+Setting = UniPrefillConfig | Method
 Parameters = Callable[[CausalLM, ChooseSharding | None], dict[str, jax.Array]]
 
 
@@ -148,10 +150,11 @@ class LLM:
         return cls(config, lambda model, sharding: initialise(model, seed, sharding), dtype, mesh=mesh)
 
     def prefill(
-        self, prompts: Sequence[Prompt], config: UniPrefillConfig | None = None, *, shape: BatchShape | None = None
+        self, prompts: Sequence[Prompt], config: Setting | None = None, *, shape: BatchShape | None = None
     ) -> list[PrefillResult]:
         """Prefill a ragged batch of prompts (token ids, or text where there is a tokenizer); one result each.
 
+        `config` may be one of the methods that UniPrefill is compared with, such as `Method.parse("xattention")`.
         With a `shape` the programs are those of all batches that fit into it (of each data replica's share, on a mesh).
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt over the model's length.
         """
@@ -163,7 +166,7 @@ class LLM:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        config: UniPrefillConfig | None = None,
+        config: Setting | None = None,
         sampling: SamplingConfig | None = None,
         *,
         continuations: Sequence[Prompt] | None = None,
@@ -220,7 +223,7 @@ class LLM:
         ]
 
     def stream(
-        self, prompt: Prompt, config: UniPrefillConfig | None = None, sampling: SamplingConfig | None = None
+        self, prompt: Prompt, config: Setting | None = None, sampling: SamplingConfig | None = None
     ) -> Iterator[tuple[int, str]]:
         """Generate for one prompt, yielding (token id, new text) as soon as each token is known.
 
@@ -295,7 +298,7 @@ class LLM:
         self,
         programs: Programs,
         prompts: list[list[int]],
-        config: UniPrefillConfig,
+        config: Setting,
         shape: BatchShape | None = None,
     ) -> _PrefilledBatch:
         lengths = [len(prompt) for prompt in prompts]
@@ -307,7 +310,7 @@ class LLM:
         plan = PrefillPlan.for_batch(
             self.config,
             config,
-            resolve_drop_layers(config, self.config),
+            resolve_drop_layers(Method.of(config).dropping, self.config),
             lengths if shape is None else [shape.length] * shape.requests,
             DTYPES[self.dtype],
             on_mesh=self.mesh is not None,
@@ -333,10 +336,14 @@ class LLM:
         lengths = [stop - start for start, stop in spans]
         segment_of_layer = plan.segment_of_layer
         mixers = [layer.mixer for layer in self.config.layers]
+        kept_rows = lengths[0] if plan.compression is None else plan.compression.most_rows
         kv_lengths = [
-            0 if mixer == "linear" else lengths[segment]
+            0 if mixer == "linear" else min(lengths[segment], kept_rows if mixer == "full" else lengths[segment])
             for mixer, segment in zip(mixers, segment_of_layer, strict=True)
         ]
+        computed = {}
+        if output.computed is not None:
+            computed = dict(zip(plan.sparse_layers, map(float, output.computed[:, request]), strict=True))
         block_mass, cut_margin, discarded = {}, {}, {}
         for number, layer in enumerate(plan.drop_layers):
             assert output.drops is not None
@@ -353,10 +360,11 @@ class LLM:
             kv_lengths=np.asarray(kv_lengths, np.int32),
             segment_of_layer=segment_of_layer,
             segment_lengths=tuple(lengths),
-            flop_fraction=plan.flops(positions) / plan.dense_flops(positions[0]),
+            flop_fraction=plan.flops(positions, computed) / plan.dense_flops(positions[0]),
             discarded_mass=discarded,
             seconds=seconds,
             compile_seconds=compile_seconds,
+            computed_attention=computed,
         )
 
     def _token_limits(self, batch: _PrefilledBatch, sampling: SamplingConfig, given: list[list[int]]) -> list[int]:

@@ -6,7 +6,7 @@ are left is known on the device only, so such a segment is a `lax.switch` over a
 one shape share a scan and compile once per rung.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -30,6 +30,8 @@ from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, reques
 from uniprefill_jax.sparsify.cost import prefill_flops
 from uniprefill_jax.sparsify.drop import Drop, DropInputs, choose_tokens, compact
 from uniprefill_jax.sparsify.drop_layers import segments_of_layers
+from uniprefill_jax.sparsify.methods.compression import compress_caches
+from uniprefill_jax.sparsify.methods.protocol import CacheCompression, Method, SparseAttention
 from uniprefill_jax.sparsify.traffic import prefill_bytes
 
 # Larger chunks multiply faster; smaller ones waste fewer rows at the end of every segment, of which dense has one.
@@ -37,7 +39,17 @@ CPU_ROW_CHUNK = 256
 CPU_DENSE_ROW_CHUNK = 512
 
 _Closing = Literal["mixer", "nothing", "last_rows"]  # what follows the whole layers of a segment
-LayerCaches = dict[str, AttentionCache | RecurrentCache]
+OBSERVED = "observed"  # beside the kinds of layers in a prefill's caches
+
+
+class Observed(NamedTuple):
+    """What a method wants to know of full-attention layers after them: last queries, and how much was computed."""
+
+    queries: Float[Array, "full_layers B n H d"] | None
+    computed: Float[Array, "full_layers B"] | None
+
+
+LayerCaches = dict[str, AttentionCache | RecurrentCache | Observed]
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class PrefillPlan:
         ladder: lengths, rising up to num_rows, at which the segments after a drop can run.
         row_chunk: most rows that row-wise work handles at a time (None: all).
         execution: who computes attention and products.
+        attention: which entries of full attention are computed; None for all.
+        compression: which cached rows decoding sees; None for all.
     """
 
     model: ModelConfig
@@ -65,12 +79,14 @@ class PrefillPlan:
     ladder: tuple[int, ...]
     row_chunk: int | None
     execution: Execution
+    attention: SparseAttention | None = None
+    compression: CacheCompression | None = None
 
     @classmethod
     def for_batch(
         cls,
         model: ModelConfig,
-        config: UniPrefillConfig,
+        setting: UniPrefillConfig | Method,
         drop_layers: tuple[int, ...],
         lengths: Sequence[int],
         dtype: jnp.dtype,
@@ -84,18 +100,23 @@ class PrefillPlan:
         static lengths, or "kernels" that leave out padding rows. "auto" is loops on CPUs, kernels for bfloat16 on one
         Hopper GPU where they take the model's shape, and the ladder elsewhere (`on_mesh`: also there).
         """
+        method, longest = Method.of(setting), max(lengths)
+        attention, compression = method.attention, method.compression
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
         lengths_by, execution = choose_execution(model, dtype, num_requests, lengths_by, on_mesh, platform)
         return cls(
             model=model,
-            config=config,
+            config=method.dropping,
             drop_layers=drop_layers,
             num_rows=num_rows,
             num_requests=num_requests,
-            max_length=min(prompt_bucket(max(lengths)), num_rows),
+            max_length=min(prompt_bucket(longest), num_rows),
             ladder=length_ladder(num_rows) if lengths_by == "ladder" else (num_rows,),
             row_chunk=(CPU_ROW_CHUNK if drop_layers else CPU_DENSE_ROW_CHUNK) if lengths_by == "loops" else None,
             execution=execution,
+            # Where no prompt is long enough for a part to do anything the program is that without it.
+            attention=None if attention is None or longest <= attention.dense_below else attention,
+            compression=None if compression is None or longest <= compression.most_rows else compression,
         )
 
     @property
@@ -108,11 +129,20 @@ class PrefillPlan:
         """Which segment's rows enter each layer; see `segments_of_layers`."""
         return segments_of_layers(self.model, self.config, self.drop_layers)
 
-    def flops(self, positions: Sequence[np.ndarray]) -> float:
-        """Operations of one request by the cost model, from the original positions of its tokens in every segment."""
-        return sum(self.flops_by_step(positions).values())
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Layers that may leave entries of full attention out: the last layer does not."""
+        full = self.model.full_attention_layers
+        return () if self.attention is None else tuple(layer for layer in full if layer < self.model.num_layers - 1)
 
-    def flops_by_step(self, positions: Sequence[np.ndarray]) -> dict[str, float]:
+    def flops(self, positions: Sequence[np.ndarray], computed: Mapping[int, float] | None = None) -> float:
+        """Operations of one request by the cost model, from the original positions of its tokens in every segment, and
+        the share of full attention that layers computed."""
+        return sum(self.flops_by_step(positions, computed).values())
+
+    def flops_by_step(
+        self, positions: Sequence[np.ndarray], computed: Mapping[int, float] | None = None
+    ) -> dict[str, float]:
         """`flops`, by the names that the steps have in a trace."""
         window = min(self.config.window_tokens, len(positions[0]))
         return prefill_flops(
@@ -121,6 +151,7 @@ class PrefillPlan:
             [len(positions[segment]) for segment in self._segment_of_feed_forward[:-1]] + [1],
             window_meaning=self.config.sliding_window,
             scoring=[(window, len(positions[self.segment_of_layer[layer]])) for layer in self.drop_layers],
+            computed=computed,
         )
 
     def bytes_by_step(self, requests: Sequence[Sequence[np.ndarray]], itemsize: int) -> dict[str, float]:
@@ -169,12 +200,14 @@ class DropReport(NamedTuple):
 
 
 class PrefillOutput(NamedTuple):
-    """Logits of each request's last token, the caches by layer kind, and what was dropped (None when dense)."""
+    """Logits of each request's last token, the caches by layer kind, what was dropped (None when dense), and the share
+    of full attention that each of the plan's `sparse_layers` computed (None without any)."""
 
     logits: Float[Array, "B vocab"]
     caches: LayerCaches
     segments: SegmentRows
     drops: DropReport | None
+    computed: Float[Array, "sparse_layers B"] | None = None
 
 
 @dataclass(frozen=True)
@@ -236,7 +269,9 @@ class _Prefill:
         self.config = plan.model
         self.kinds = [layer.kind for layer in plan.model.layers]
         self.table = index_table(self.kinds)
-        self.rules = PackingRules.of(plan.model, plan.config.sliding_window, plan.row_chunk, plan.execution)
+        self.full_table = index_table(["full" if layer.mixer == "full" else "other" for layer in plan.model.layers])
+        config, chunk = plan.config, plan.row_chunk
+        self.rules = PackingRules.of(plan.model, config.sliding_window, chunk, plan.execution, plan.attention)
 
     def __call__(
         self,
@@ -267,7 +302,17 @@ class _Prefill:
             last, caches = state.x, state.caches
             segments = jax.tree.map(lambda first, later: jnp.concatenate([first, later]), segments, rest)
         last = self._layer(self.kinds[-1], self.config.num_layers - 1).transform(last)
-        return PrefillOutput(self.model.logits(last), caches, segments, report)
+        computed = None
+        if self._observes:
+            observed = caches.pop(OBSERVED)
+            assert isinstance(observed, Observed)
+            if observed.computed is not None:
+                computed = observed.computed[: len(plan.sparse_layers)]
+            if plan.compression is not None:
+                assert observed.queries is not None
+                entered = segments.cu_seqlens[jnp.asarray(plan.segment_of_layer)]
+                caches = compress_caches(plan.compression, self.config, caches, observed.queries, entered)
+        return PrefillOutput(self.model.logits(last), caches, segments, report, computed)
 
     def _after_drops(
         self, state: _SegmentState, full: PackedRows, top_p: Float[Array, ""], score_memory: Float[Array, ""]
@@ -420,8 +465,16 @@ class _Prefill:
         caches: LayerCaches,
     ) -> tuple[Float[Array, "rows D"], LayerCaches, Float[Array, "rows H d"] | None]:
         """A layer's mixer; its cache is written."""
-        x, cache, queries = self._layer(kind, layer).mix(x, packed)
-        return x, self._keep(kind, layer, cache, caches), queries
+        x, cache, attended = self._layer(kind, layer).mix(x, packed)
+        caches = self._keep(kind, layer, cache, caches)
+        if attended is None:
+            return x, caches, None
+        if self._observes and self._is_full(kind):
+            queries = None
+            if self.plan.compression is not None:
+                queries = attended.queries[last_rows(packed.cu_seqlens, self.plan.compression.observed)]
+            caches = self._observe(layer, Observed(queries, attended.computed), caches)
+        return x, caches, attended.queries
 
     def _mix_last(
         self, x: Float[Array, "rows D"], packed: PackedRows, caches: LayerCaches
@@ -429,7 +482,32 @@ class _Prefill:
         """The last layer's mixer, for each request's last row; only that needs the last feed-forward and the head."""
         kind, layer = self.kinds[-1], self.config.num_layers - 1
         last, cache = self._layer(kind, layer).mix_last(x, packed)
-        return last, self._keep(kind, layer, cache, caches)
+        caches = self._keep(kind, layer, cache, caches)
+        if self.plan.compression is not None and self._is_full(kind):
+            queries = self._layer(kind, layer).window_queries(x, packed, self.plan.compression.observed)
+            caches = self._observe(layer, Observed(queries, None), caches)
+        return last, caches
+
+    @property
+    def _observes(self) -> bool:
+        """Whether a method wants to know of full-attention layers after them."""
+        return self.plan.attention is not None or self.plan.compression is not None
+
+    def _is_full(self, kind: str) -> bool:
+        return self.config.layers[self.kinds.index(kind)].mixer == "full"
+
+    def _observe(self, layer: Int32[Array, ""] | int, new: Observed, caches: LayerCaches) -> LayerCaches:
+        """What was seen of a layer, written beside the caches; None is left out."""
+        seen = caches[OBSERVED]
+        assert isinstance(seen, Observed)
+        at = self.full_table[layer]
+        written = [
+            old
+            if own is None or old is None
+            else jax.lax.dynamic_update_index_in_dim(old, own.astype(old.dtype), at, 0)
+            for old, own in zip(seen, new, strict=True)
+        ]
+        return {**caches, OBSERVED: Observed(*written)}
 
     def _keep(
         self, kind: str, layer: Int32[Array, ""] | int, cache: AttentionCache | RecurrentCache, caches: LayerCaches
@@ -459,6 +537,13 @@ class _Prefill:
     def _empty_caches(self, dtype: jnp.dtype) -> LayerCaches:
         config, plan = self.config, self.plan
         caches: LayerCaches = {}
+        if self._observes:
+            full, requests, queries = len(config.full_attention_layers), plan.num_requests, None
+            if plan.compression is not None:
+                window = (plan.compression.observed, config.num_heads, config.head_dim)
+                queries = jnp.zeros((full, requests, *window), dtype)
+            computed = None if plan.attention is None else jnp.ones((full, requests), jnp.float32)
+            caches[OBSERVED] = Observed(queries, computed)
         for kind in config.kinds:
             layers = config.layers_of_kind(kind)
             linear = config.gated_delta_net

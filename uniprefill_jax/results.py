@@ -23,6 +23,7 @@ class PrefillResult:
             tokens: at most what was discarded.
         seconds: time of the compiled prefill of the whole batch.
         compile_seconds: time spent compiling for this call; 0 when the program was ready.
+        computed_attention: for every layer that leaves entries of full attention out, the share that it computes.
     """
 
     logits: Float[np.ndarray, " vocab"]
@@ -36,6 +37,7 @@ class PrefillResult:
     discarded_mass: dict[int, float]
     seconds: float
     compile_seconds: float
+    computed_attention: dict[int, float] = field(default_factory=dict)
 
     @property
     def ideal_speedup(self) -> float:

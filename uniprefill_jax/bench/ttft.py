@@ -17,10 +17,11 @@ import numpy as np
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.execution import LengthsBy
-from uniprefill_jax.llm import DTYPES, LLM
+from uniprefill_jax.llm import DTYPES, LLM, Setting
 from uniprefill_jax.parallel.mesh import TENSOR
 from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+from uniprefill_jax.sparsify.methods.protocol import Method as PrefillMethod
 
 # Vendor's dense bfloat16 rate, the usual base of model FLOP utilisation.
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
@@ -54,7 +55,7 @@ class Measurement:
         """One row for dense and one for every top_p; see the design note's result files."""
         prompts = Prompts(llm, length, batch, self.text)
         dense = Method(llm, prompts, self.lengths_by, UniPrefillConfig.dense())
-        labels = {"arch": self.arch, "n": length, "batch": batch, "tp": _devices(llm), "dtype": llm.dtype}
+        labels = row_labels(llm, self.arch, length, batch)
         dense_flops = sum(dense.plan.dense_flops(np.arange(length)) for _ in range(batch))
         dense_times: list[float] = []
         rows = []
@@ -63,14 +64,14 @@ class Measurement:
             method = Method(llm, prompts, self.lengths_by, replace(self.base, top_p=top_p), scored_at_one=True)
             if not rows:
                 method.run()  # the one program of all settings of top_p
-            ours, theirs = self._in_turns(method.run, dense.run)
+            ours, theirs = in_turns(method.run, dense.run, self.runs, self.seconds)
             dense_times += theirs
             milliseconds, dense_milliseconds = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
             flops = sum(method.flops_by_step.values())
             rows.append(
                 labels
                 | {"method": "uniprefill", "top_p": top_p, "kept": [len(kept) for kept in method.positions[0]]}
-                | _timing(ours, method, flops)
+                | timing(ours, method, flops)
                 | {
                     "dense_ttft_ms": round(dense_milliseconds, 3),
                     "speedup": round(dense_milliseconds / milliseconds, 4),
@@ -79,20 +80,28 @@ class Measurement:
             )
         if not dense_times:
             dense_times = [dense.run() for _ in range(self.runs)]
-        yield labels | {"method": "dense", "kept": [length]} | _timing(dense_times, dense, dense_flops)
+        yield labels | {"method": "dense", "kept": [length]} | timing(dense_times, dense, dense_flops)
         yield from rows
 
-    def _in_turns(self, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[list[float], list[float]]:
-        """Seconds of both methods, in the order theirs, ours, ours, theirs."""
-        times: tuple[list[float], list[float]] = ([], [])
-        start = time.perf_counter()
-        for number in range(2 * self.runs):
-            late = jax.process_count() == 1 and time.perf_counter() - start > self.seconds
-            if late and number and number % 2 == 0:
-                break
-            which = 0 if number % 4 in (1, 2) else 1
-            times[which].append((ours, theirs)[which]())
-        return times
+
+def row_labels(llm: LLM, arch: str, length: int, batch: int) -> dict[str, Any]:
+    """What rows of one model and size have in common."""
+    return {"arch": arch, "n": length, "batch": batch, "tp": _devices(llm), "dtype": llm.dtype}
+
+
+def in_turns(
+    ours: Callable[[], float], theirs: Callable[[], float], runs: int, most_seconds: float
+) -> tuple[list[float], list[float]]:
+    """Seconds of both methods, in the order theirs, ours, ours, theirs; see `Measurement` for `runs` and the limit."""
+    times: tuple[list[float], list[float]] = ([], [])
+    start = time.perf_counter()
+    for number in range(2 * runs):
+        late = jax.process_count() == 1 and time.perf_counter() - start > most_seconds
+        if late and number and number % 2 == 0:
+            break
+        which = 0 if number % 4 in (1, 2) else 1
+        times[which].append((ours, theirs)[which]())
+    return times
 
 
 class Prompts:
@@ -116,21 +125,23 @@ class Method:
     """One setting: its plan, its program, and what its last run kept."""
 
     def __init__(
-        self, llm: LLM, prompts: Prompts, lengths_by: LengthsBy, config: UniPrefillConfig, scored_at_one: bool = False
+        self, llm: LLM, prompts: Prompts, lengths_by: LengthsBy, setting: Setting, scored_at_one: bool = False
     ):
         self.programs = llm.programs
         self.prompts = prompts
         # Asked for top_p = 1 the library drops nothing and so scores nothing; here the scoring is the point.
-        scoring = replace(config, top_p=0.5) if scored_at_one else config
+        dropping = PrefillMethod.of(setting).dropping
+        scoring = replace(dropping, top_p=0.5) if scored_at_one else dropping
         drop_layers = resolve_drop_layers(scoring, llm.config)
         self.dtype = DTYPES[llm.dtype]
         self.devices = _devices(llm)
         self.plan = PrefillPlan.for_batch(
-            llm.config, config, drop_layers, prompts.lengths, self.dtype, lengths_by, on_mesh=llm.mesh is not None
+            llm.config, setting, drop_layers, prompts.lengths, self.dtype, lengths_by, on_mesh=llm.mesh is not None
         )
         self.compile_seconds = 0.0
         self._compiled: Any = None
         self._segments: Any = None
+        self._computed: np.ndarray | None = None
 
     def prepare(self) -> Callable[[], PrefillOutput]:
         """A prefill of fresh prompts, compiled, its inputs on the device."""
@@ -160,7 +171,7 @@ class Method:
 
     def keep(self, output: PrefillOutput) -> None:
         """Take from a run's output what it kept, once its logits are seen to be finite."""
-        self._segments = jax.device_get(output.segments)
+        self._segments, self._computed = jax.device_get((output.segments, output.computed))
         logits = np.asarray(output.logits)[: len(self.prompts.lengths)]
         if not np.isfinite(logits).all():
             tokens = sum(self.prompts.lengths)
@@ -184,10 +195,20 @@ class Method:
     def flops_by_step(self) -> dict[str, float]:
         """Operations of the last run by the cost model, by the names that the steps have in a trace."""
         total: defaultdict[str, float] = defaultdict(float)
-        for positions in self.positions:
-            for step, flops in self.plan.flops_by_step(positions).items():
+        for request, positions in enumerate(self.positions):
+            computed = None
+            if self._computed is not None:
+                computed = dict(zip(self.plan.sparse_layers, map(float, self._computed[:, request]), strict=True))
+            for step, flops in self.plan.flops_by_step(positions, computed).items():
                 total[step] += flops
         return dict(total)
+
+    @property
+    def mean_computed(self) -> float:
+        """Share of full attention that the last run computed, mean over the layers that choose and over requests."""
+        if self._computed is None or not self._computed.size:
+            return 1.0
+        return round(float(self._computed[:, : len(self.prompts.lengths)].mean()), 4)
 
     @property
     def bytes_by_step(self) -> dict[str, float]:
@@ -208,7 +229,8 @@ def _devices(llm: LLM) -> int:
     return 1 if llm.mesh is None else llm.mesh.shape[TENSOR]
 
 
-def _timing(seconds: Sequence[float], method: Method, flops: float) -> dict[str, Any]:
+def timing(seconds: Sequence[float], method: Method, flops: float) -> dict[str, Any]:
+    """What a row says of a method's times, given its operations."""
     median = statistics.median(seconds)
     peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
     return {

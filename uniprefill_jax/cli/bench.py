@@ -104,6 +104,50 @@ def ttft(
 
 
 @bench.command()
+def methods(
+    arch: ArchOption = "",
+    model: ModelOption = "",
+    method: Annotated[
+        str, typer.Option(help="Methods, separated by commas; with fields as in xattention:threshold=0.8.")
+    ] = "uniprefill,minference,flexprefill,xattention,proxyattn,snapkv",
+    lengths: Annotated[str, typer.Option(help="Prompt lengths, in tokens.")] = "4096,8192,32768,131072",
+    text: Annotated[
+        Path | None, typer.Option(help="Cut prompts from this text (needs a tokenizer); else random tokens.")
+    ] = None,
+    accuracy: Annotated[
+        Path | None, typer.Option(help="Result file of `eval ruler --method`, for the table's scores.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=2, help="Most timed runs of each method.")] = 20,
+    seconds: Annotated[float, typer.Option(help="No more runs of a method after so many seconds.")] = 20.0,
+    dtype: options.DataTypeOption = "auto",
+    json_path: options.JsonOption = None,
+) -> None:
+    """Time to the first token and memory of the methods that UniPrefill is compared with, each in turns with dense."""
+    options.check_output(json_path)
+    wanted = [length for length, _ in _cells(lengths, "1")]
+    config = options.architecture(arch, model)
+    from rich.console import Console
+
+    from uniprefill_jax.bench.methods import MethodMeasurement, break_even_rows
+    from uniprefill_jax.bench.methods_table import print_methods, scores_of
+    from uniprefill_jax.sparsify.methods.protocol import Method
+
+    parsed = tuple(map(Method.parse, method.split(",")))
+    scores = {} if accuracy is None else scores_of(accuracy)
+    llm = options.open_model(model, config, options.resolve_dtype(dtype))
+    measurement = MethodMeasurement(arch or model, parsed, runs, seconds, _tokens(llm, text, max(wanted)))
+    add, measured = _row_writer(json_path), []
+    for length in wanted:
+        for row in measurement.rows(llm, length):
+            add(row)
+            measured.append(row)
+    ends = break_even_rows(measured)
+    for row in ends:
+        add(row)
+    print_methods(Console(stderr=True), measured, ends, scores)
+
+
+@bench.command()
 def throughput(
     arch: ArchOption = "",
     model: ModelOption = "",

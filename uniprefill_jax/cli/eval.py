@@ -34,6 +34,15 @@ ConfigOption = Annotated[
         "top_p=0.9,score=peak; drop layers as drop_layers=7+11. May be repeated.",
     ),
 ]
+MethodOption = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help="Methods to compare, separated by commas: dense, uniprefill, minference, flexprefill, xattention, "
+        "proxyattn, streaming_llm, snapkv; with fields as in xattention:threshold=0.95, together as in "
+        "uniprefill+snapkv.",
+    ),
+]
 TasksOption = Annotated[str, typer.Option(help='RULER\'s tasks, or "all".')]
 LengthsOption = Annotated[str, typer.Option(help="Prompt lengths in tokens, those to generate included.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of the prompts; 42 is RULER's own.")]
@@ -51,6 +60,7 @@ AnswersOption = Annotated[
 def ruler(
     model: ModelArgument,
     config: ConfigOption = None,
+    method: MethodOption = "",
     tasks: TasksOption = "all",
     lengths: LengthsOption = "",
     samples: Annotated[int | None, typer.Option(min=1, help="Prompts per task and length.")] = None,
@@ -66,10 +76,10 @@ def ruler(
     dtype: options.DataTypeOption = "auto",
     json: options.JsonOption = None,
 ) -> None:
-    """RULER's 13 tasks with its own prompts and metric, dense and any number of settings."""
+    """RULER's 13 tasks with its own prompts and metric, dense and any number of settings and methods."""
     options.check_output(json)
     options.check_output(answers, "--answers")
-    settings = _settings(model, config)
+    settings = _settings(model, config, method)
     console = Console(stderr=True)
     tokenizer = tokenizer_of(model)
     chosen = ruler_samples(console, model, data, lengths, tasks, samples, seed, tokenizer)
@@ -165,7 +175,7 @@ def table(
     """Tables, and with --json a result file, of answers that are already there; needs no model and no device."""
     from uniprefill_jax.eval.rows import result_rows, without_times
     from uniprefill_jax.eval.store import read_answers
-    from uniprefill_jax.eval.table import print_tables
+    from uniprefill_jax.eval.table import print_summary, print_tables
 
     options.check_output(json)
     rows: list[dict[str, Any]] = []
@@ -178,20 +188,23 @@ def table(
     if no_times:
         rows = without_times(rows)
     print_tables(Console(), rows)
+    print_summary(Console(), rows)
     if json is not None:
         from uniprefill_jax.result_file import write_result
 
         write_result(json, _command(), rows, device=", ".join(sorted(devices)))
 
 
-def _settings(model: str, config: list[str] | None) -> "list[Setting]":
-    """The settings that a user named; without any, the default one and the model's own where it has one."""
+def _settings(model: str, config: list[str] | None, method: str = "") -> "list[Setting]":
+    """What a user named; without anything, the default setting and the model's own where it has one."""
     from uniprefill_jax.calibrated import calibrated_setting
     from uniprefill_jax.eval.settings import parse_settings
 
     calibrated = calibrated_setting(model)
     extra = {} if calibrated is None else {"calibrated": calibrated.config}
-    return parse_settings(config if config is not None else ["default", *extra], extra)
+    methods = method.split(",") if method else []
+    named = config if config is not None else [] if methods else ["default", *extra]
+    return parse_settings(named, extra, methods)
 
 
 def ruler_samples(
@@ -290,12 +303,13 @@ def _run(
     from uniprefill_jax.eval.rows import result_rows
     from uniprefill_jax.eval.runner import batch_shapes, run_cases
     from uniprefill_jax.eval.store import AnswerStore
-    from uniprefill_jax.eval.table import print_phases, print_tables, showing_progress
+    from uniprefill_jax.eval.table import print_phases, print_summary, print_tables, showing_progress
     from uniprefill_jax.result_file import device_name, write_result
     from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
+    from uniprefill_jax.sparsify.methods.protocol import Method
 
     for setting in settings:
-        resolve_drop_layers(setting.config, llm.config)
+        resolve_drop_layers(Method.of(setting.config).dropping, llm.config)
     store = AnswerStore(answers, labels | {"device": device_name(), "batch_size": batch_size}, settings)
     with showing_progress(console) as report:
         progress = run_cases(llm, cases, settings, store, batch_shapes(cases, batch_size), report)
@@ -304,6 +318,7 @@ def _run(
     found = [answer for answer in store.answers.values() if (answer.length, answer.task, answer.index) in asked]
     rows = result_rows(found, settings, labels)
     print_tables(Console(), rows)
+    print_summary(Console(), rows)
     if json is not None:
         write_result(json, _command(), rows)
 

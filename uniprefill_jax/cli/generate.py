@@ -13,6 +13,7 @@ from uniprefill_jax.errors import InputError
 
 if TYPE_CHECKING:
     from uniprefill_jax.results import Completion
+    from uniprefill_jax.sparsify.methods.protocol import Method
 
 SAMPLING = "Sampling"
 DEFAULTS = UniPrefillConfig()
@@ -50,6 +51,7 @@ def generate(
     score: options.ScoreOption = DEFAULTS.score,
     score_memory: options.ScoreMemoryOption = DEFAULTS.score_memory,
     top_p_over: options.TopPOverOption = DEFAULTS.top_p_over,
+    method: options.MethodOption = "",
     tensor_parallel_size: devices.TensorParallelOption = None,
     distributed: devices.DistributedOption = False,
     coordinator_address: devices.CoordinatorAddressOption = None,
@@ -57,7 +59,7 @@ def generate(
     process_id: devices.ProcessIdOption = None,
 ) -> None:
     """Generate text from MODEL; the text goes to standard output, everything else to standard error."""
-    config = options.make_config(
+    config: "UniPrefillConfig | Method" = options.make_config(
         dense=dense,
         top_p=top_p,
         block_size=block_size,
@@ -69,6 +71,12 @@ def generate(
         score_memory=score_memory,
         top_p_over=top_p_over,
     )
+    if method:
+        if options.names_setting(context):
+            raise InputError("--method and the options of dropping exclude each other; write uniprefill:top_p=0.9")
+        from uniprefill_jax.sparsify.methods.protocol import Method
+
+        config = Method.parse(method)
     sampling = SamplingConfig(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -93,7 +101,7 @@ def _generate(
     text: str,
     chat: bool | None,
     dtype: str,
-    config: UniPrefillConfig,
+    config: "UniPrefillConfig | Method",
     sampling: SamplingConfig,
     stream: bool,
     json: Path | None,
@@ -105,7 +113,8 @@ def _generate(
     console = Console(stderr=True, quiet=not where.speaks)
     with reading(console, model) as progress:
         llm = LLM.load(model, dtype=dtype, mesh=where.mesh, progress=progress)
-    config = options.own_setting(console, context, config, llm)
+    if isinstance(config, UniPrefillConfig):
+        config = options.own_setting(console, context, config, llm)
     token_ids = prompts.tokenize(llm, model, text, chat)
     if stream:
         for _, piece in llm.stream(token_ids, config, sampling):

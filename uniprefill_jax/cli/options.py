@@ -59,6 +59,15 @@ TopPOverOption = Annotated[
     typer.Option("--top-p-over", help="Blocks that top-p counts.", rich_help_panel=DROPPING),
 ]
 
+MethodOption = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help="Instead: another method, such as xattention:threshold=0.95 or uniprefill+snapkv.",
+        rich_help_panel=DROPPING,
+    ),
+]
+
 
 def parse_drop_layers(text: str) -> Literal["auto"] | tuple[int, ...]:
     """The drop layers that a user wrote: "auto", "none", or layer numbers separated by commas.

@@ -1,10 +1,12 @@
 """Settings to compare, as a user writes them: a name, or fields such as `top_p=0.9,score=peak`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_type_hints
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
+from uniprefill_jax.sparsify.methods.protocol import Method
 
 DENSE = "dense"
 NAMED = {
@@ -26,15 +28,15 @@ NAMED = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A configuration under the name that results call it by."""
+    """A configuration or a method, under the name that results call it by."""
 
     name: str
-    config: UniPrefillConfig
+    config: UniPrefillConfig | Method
 
     @property
     def method(self) -> str:
-        """ "dense" or "uniprefill"."""
-        return DENSE if self.config.is_dense else "uniprefill"
+        """The names of its parts without their fields, as in "dense" or "uniprefill+snapkv"."""
+        return "+".join(part.partition(":")[0] for part in Method.of(self.config).name.split("+"))
 
 
 def parse_setting(text: str, extra: dict[str, UniPrefillConfig] | None = None) -> Setting:
@@ -61,18 +63,21 @@ def parse_setting(text: str, extra: dict[str, UniPrefillConfig] | None = None) -
     return Setting(text.strip(), UniPrefillConfig(**values))
 
 
-def parse_settings(texts: list[str], extra: dict[str, UniPrefillConfig] | None = None) -> list[Setting]:
-    """Every `--config`, dense first: the others are compared with it.
+def parse_settings(
+    texts: list[str], extra: dict[str, UniPrefillConfig] | None = None, methods: Sequence[str] = ()
+) -> list[Setting]:
+    """Every `--config`, then every `--method`, dense first: the others are compared with it.
 
     Raises:
-        InputError: two of one name; see `parse_setting` as well.
+        InputError: two of one name; see `parse_setting` and `Method.parse` as well.
     """
     settings = [parse_setting(text, extra) for text in texts]
+    settings += [Setting(method.name, method) for method in map(Method.parse, methods)]
     settings = [Setting(DENSE, NAMED[DENSE]), *(setting for setting in settings if setting.name != DENSE)]
     names = [setting.name for setting in settings]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise InputError(f"--config {twice!r} is given twice; leave one out")
+        raise InputError(f"{twice!r} is given twice as --config or --method; leave one out")
     return settings
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from uniprefill_jax.config import config_of
 from uniprefill_jax.errors import InputError
 from uniprefill_jax.eval.cases import Case
 from uniprefill_jax.eval.settings import Setting
+from uniprefill_jax.sparsify.methods.registry import setting_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_answers(path: Path) -> tuple[dict[str, Any], list[Setting], list[Answer
         InputError: it is no such file.
     """
     store = AnswerStore(path, None, [])
-    settings = [Setting(name, config_of(definition, str(path))) for name, definition in store.definitions.items()]
+    settings = [Setting(name, setting_of(definition, str(path))) for name, definition in store.definitions.items()]
     return store.common, settings, list(store.answers.values())
 
 

@@ -86,6 +86,28 @@ def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         console.print(table)
 
 
+def print_summary(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """One row per setting: its score at every length, their average, and its prefill's time as a part of dense's.
+
+    A length's score is that over its tasks. Without a second length, or with losses, the tables before say it all.
+    """
+    last = {(row["config"], row["length"]): row for row in rows if row["metric"] != "loss"}
+    settings, lengths = dict.fromkeys(key[0] for key in last), sorted({key[1] for key in last})
+    if len(lengths) < 2:
+        return
+    table = Table(title="score by length, average, speed-up of the prefill by length", title_justify="left")
+    for heading in ("method", *(f"{length:,}" for length in lengths), "average", *(f"{n:,}, x" for n in lengths)):
+        table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
+    for setting in settings:
+        own = [last.get((setting, length)) for length in lengths]
+        scores = [None if row is None else row["score"] for row in own]
+        shown = [f"{row['score']:.2f}" if row else "" for row in own]
+        average = "" if None in scores else f"{sum(filter(None, scores)) / len(scores):.2f}"
+        speed = [f"{1 / row['ttft_ratio']:.2f}" if row else "" for row in own]
+        table.add_row(setting, *shown, average, *speed)
+    console.print(table)
+
+
 def _cell(row: dict[str, Any]) -> str:
     digits = 1 if row["dense_score"] >= 10 or row["score"] >= 10 else 2
     score = f"{row['score']:.{digits}f}"

@@ -10,6 +10,7 @@ from flax import nnx, struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.causal_attention import causal_attention as causal_attention_kernel
 from uniprefill_jax.models.batch import PackedRows, last_rows
 from uniprefill_jax.models.causal_attention import attention_of_rows, causal_attention, full_causal_attention
@@ -19,7 +20,8 @@ from uniprefill_jax.models.parameters import ParameterScope, constant
 from uniprefill_jax.models.projection import project, project_each
 from uniprefill_jax.models.rope import apply_rope
 from uniprefill_jax.parallel.mesh import TENSOR
-from uniprefill_jax.parallel.shards import over_heads
+from uniprefill_jax.parallel.shards import mean_over_shards, over_heads
+from uniprefill_jax.sparsify.methods.protocol import SparseAttention, computed_share
 
 # A norm before the mixer and the residual sum after it; with the number of real rows they may leave out padding.
 Before = Callable[[Array, Array | None], Array]
@@ -33,6 +35,17 @@ class AttentionCache(NamedTuple):
 
     keys: Float[Array, "T KV d"]
     values: Float[Array, "T KV d"]
+
+
+class Attended(NamedTuple):
+    """What a layer's attention shows besides its output.
+
+    queries: after norm and rotary embedding, for scoring the prompt.
+    computed: share of each request's pairs of rows that was computed; None where all were.
+    """
+
+    queries: Float[Array, "T H d"]
+    computed: Float[Array, " B"] | None
 
 
 @struct.dataclass
@@ -96,8 +109,8 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "T D"], rows: PackedRows, before: Before, after: After
-    ) -> tuple[Float[Array, "T D"], AttentionCache, Float[Array, "T H d"]]:
-        """after(x, attention(before(x))) of packed rows; also the cache and the queries (for scoring the prompt)."""
+    ) -> tuple[Float[Array, "T D"], AttentionCache, Attended]:
+        """after(x, attention(before(x))) of packed rows; also the cache and what else the attention shows."""
 
         def project(x: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array, Array | None]:
             return self._project(before(x, rows.kernel_count), rope, rows.kernel_count)
@@ -107,8 +120,13 @@ class Attention(nnx.Module):
 
         queries, keys, values, gate = rows.map_rows(project, x, rows.rope(self.rope))
         with jax.named_scope(f"attention_{self.layer.mixer}"):
-            output = self._attend(queries, keys, values, rows)
-        return rows.map_rows(finish, x, output, gate), AttentionCache(keys, values), queries
+            sparse, computed = rows.rules.sparse, None
+            if sparse is None or self.layer.mixer != "full":
+                output = self._attend(queries, keys, values, rows)
+            else:
+                output, computed = self._attend_sparsely(sparse, queries, keys, values, rows)
+        cache = AttentionCache(keys, values)
+        return rows.map_rows(finish, x, output, gate), cache, Attended(queries, computed)
 
     def last(
         self, x: Float[Array, "T D"], rows: PackedRows, before: Before, after: After
@@ -133,6 +151,15 @@ class Attention(nnx.Module):
                 out_specs=PartitionSpec(None, TENSOR),
             )
         return after(x[last], self._output(output, gate), None), AttentionCache(keys, values)
+
+    def window_queries(
+        self, x: Float[Array, "T D"], rows: PackedRows, before: Before, count: int
+    ) -> Float[Array, "B n H d"]:
+        """Queries of each request's last `count` rows, right aligned; of a shorter request the first are no queries."""
+        window = last_rows(rows.cu_seqlens, count)
+        rope = jax.tree.map(lambda table: table[window.reshape(-1)], rows.rope(self.rope))
+        queries, _ = self._queries(before(x[window.reshape(-1)], None), rope)
+        return queries.reshape(*window.shape, *queries.shape[1:])
 
     def step(
         self, x: Float[Array, "B D"], view: AttentionStep, count: Int32[Array, ""] | None = None
@@ -244,6 +271,33 @@ class Attention(nnx.Module):
         attend = partial(attend, scale=self.scale)
         cut = PartitionSpec(None, TENSOR)
         return over_heads(attend, queries, (keys, values), *ranges, head_axis=1, out_specs=cut)
+
+    def _attend_sparsely(
+        self,
+        sparse: SparseAttention,
+        queries: Float[Array, "T H d"],
+        keys: Float[Array, "T KV d"],
+        values: Float[Array, "T KV d"],
+        rows: PackedRows,
+    ) -> tuple[Float[Array, "T H d"], Float[Array, " B"]]:
+        """Full attention of the entries that `sparse` chooses, and what share of each request's they are."""
+
+        def attend(queries: Array, keys: Array, values: Array, cu_seqlens: Array) -> tuple[Array, Array]:
+            seen, blocks = sparse.seen(queries, keys, cu_seqlens, self.scale)
+            output = block_sparse_attention(
+                queries,
+                keys,
+                values,
+                cu_seqlens,
+                seen.blocks,
+                seen.columns,
+                block_size=sparse.block_size,
+                scale=self.scale,
+            )
+            return output, mean_over_shards(computed_share(seen, blocks))
+
+        cut = (PartitionSpec(None, TENSOR), PartitionSpec())
+        return over_heads(attend, queries, (keys, values), rows.cu_seqlens, head_axis=1, out_specs=cut)
 
     def _output(
         self,

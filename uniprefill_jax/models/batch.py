@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int32
 from uniprefill_jax.models.causal_attention import AttentionBackend
 from uniprefill_jax.models.config import ModelConfig, RopeConfig
 from uniprefill_jax.models.rope import rope_table
+from uniprefill_jax.sparsify.methods.protocol import SparseAttention
 
 WindowMeaning = Literal["position", "kept"]
 
@@ -119,6 +120,7 @@ class PackingRules:
         full_attention: backend of full causal attention.
         sliding_attention: backend of sliding windows.
         skip_padding: whether products run on kernels that leave out padding rows and read weights where they lie.
+        sparse: which entries of full attention are computed; None for all.
     """
 
     windows: tuple[int | None, ...]
@@ -128,16 +130,22 @@ class PackingRules:
     full_attention: AttentionBackend
     sliding_attention: AttentionBackend = "xla"
     skip_padding: bool = False
+    sparse: SparseAttention | None = None
 
     @classmethod
     def of(
-        cls, config: ModelConfig, window_meaning: WindowMeaning, row_chunk: int | None, execution: "Execution"
+        cls,
+        config: ModelConfig,
+        window_meaning: WindowMeaning,
+        row_chunk: int | None,
+        execution: "Execution",
+        sparse: SparseAttention | None = None,
     ) -> "PackingRules":
         """The distinct windows and rotary configurations of a model."""
         attention = [layer for layer in config.layers if layer.mixer != "linear"]
         windows = dict.fromkeys([None, *(layer.window for layer in attention)])
         ropes = dict.fromkeys(layer.rope for layer in attention if layer.rope is not None)
-        return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk, *execution)
+        return cls(tuple(windows), tuple(ropes), window_meaning, row_chunk, *execution, sparse)
 
 
 def pack_rows(positions: Int32[Array, " T"], cu_seqlens: Int32[Array, " B+1"], rules: PackingRules) -> PackedRows:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from uniprefill_jax.models.attention import Attention, AttentionCache, AttentionStep
+from uniprefill_jax.models.attention import Attended, Attention, AttentionCache, AttentionStep
 from uniprefill_jax.models.batch import PackedRows
 from uniprefill_jax.models.feed_forward import FeedForward
 from uniprefill_jax.models.gated_delta_net import GatedDeltaNet, RecurrentCache
@@ -39,8 +39,8 @@ class DecoderLayer(nnx.Module):
 
     def mix(
         self, x: Float[Array, "T D"], rows: PackedRows
-    ) -> tuple[Float[Array, "T D"], AttentionCache | RecurrentCache, Float[Array, "T H d"] | None]:
-        """The mixer sub-layer of packed rows: new hidden states, the layer's cache, queries where the mixer has any."""
+    ) -> tuple[Float[Array, "T D"], AttentionCache | RecurrentCache, Attended | None]:
+        """The mixer sub-layer of packed rows: new hidden states, the layer's cache, and what its attention shows."""
         return self.mixer(x, rows, self.input_norm, self._add_mixed)
 
     def mix_last(
@@ -48,6 +48,11 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B D"], AttentionCache | RecurrentCache]:
         """The mixer sub-layer for every request's last row alone, which is all that a model's last layer is for."""
         return self.mixer.last(x, rows, self.input_norm, self._add_mixed)
+
+    def window_queries(self, x: Float[Array, "T D"], rows: PackedRows, count: int) -> Float[Array, "B n H d"]:
+        """Queries of each request's last `count` rows, of a layer whose mixer is attention."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer.window_queries(x, rows, self.input_norm, count)
 
     def mix_step(
         self, x: Float[Array, "B D"], view: AttentionStep | RecurrentCache

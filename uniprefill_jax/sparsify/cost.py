@@ -6,7 +6,7 @@ the rest of it and the output head run for one.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ def prefill_flops(
     *,
     window_meaning: str,
     scoring: Sequence[tuple[int, int]] = (),
+    computed: Mapping[int, float] | None = None,
 ) -> dict[str, float]:
     """Operations of one request, by the names that the steps have in traces (`jax.named_scope`).
 
@@ -29,14 +30,17 @@ def prefill_flops(
         feed_forward_rows: for every layer, how many tokens enter its feed-forward.
         window_meaning: "position" or "kept", as in the setting.
         scoring: (window rows, tokens scored) of every drop.
+        computed: of layers that leave entries of full attention out, the share that they compute. What it takes to
+            choose them is not counted.
     """
+    shares = computed or {}
     total = defaultdict(float, logits=2.0 * model.hidden_size * model.vocab_size)
     for number, layer in enumerate(model.layers):
         is_last = number == model.num_layers - 1
         positions, rows = mixer_positions[number], feed_forward_rows[number]
         mixer = _linear_flops if layer.mixer == "linear" else _attention_flops
         for step, flops in mixer(model, layer, positions, window_meaning, 1 if is_last else len(positions)).items():
-            total[step] += flops
+            total[step] += flops * (shares.get(number, 1.0) if step == "attention_full" else 1.0)
         for step, flops in _feed_forward_flops(model, layer).items():
             total[step] += rows * flops
     for window, tokens in scoring:

@@ -1,0 +1,3 @@
+"""Causal attention over the blocks, and the single columns, that each query head is told to see."""
+
+from pallas_kernels.block_sparse_attention.api import block_sparse_attention as block_sparse_attention
