@@ -4,9 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+import uniprefill_jax as up
 from benchmarks import cpu_guard
 from tests.conftest import ORACLE_PYTHON
+from uniprefill_jax.bench.methods import break_even_rows
+from uniprefill_jax.bench.methods_table import print_methods, scores_of
 from uniprefill_jax.bench.report import build_report
 from uniprefill_jax.bench.throughput import Load
 from uniprefill_jax.cli import main
@@ -42,6 +46,7 @@ def test_ttft(tmp_path, capsys):
         ("--arch llama-tiny --lengths 0", "length 0 with batch 1"),
         ("--arch llama-tiny --top-p 2", "top_p is 2.0"),
         ("--model smollm2-135m --compare-python python3", "name an --arch"),
+        ("methods --arch llama-tiny --method quest", "use some of dense"),
         ("throughput --arch llama-tiny --goodput tpt:3", "--goodput names 'tpt'"),
         ("throughput --arch llama-tiny --interference 3:4", "use RUNNING:SHORT:LONG"),
         ("throughput --arch llama-tiny --decoding 3", "use RUNNING:LENGTH"),
@@ -52,8 +57,48 @@ def test_ttft(tmp_path, capsys):
 )
 def test_wrong_options(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", *([] if words.startswith(("throughput", "kernels")) else ["ttft"]), *words.split()])
+        main(["bench", *([] if words.startswith(("throughput", "kernels", "methods")) else ["ttft"]), *words.split()])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_methods(tmp_path):
+    path, accuracy = tmp_path / "methods.json", tmp_path / "ruler.json"
+    accuracy.write_text(json.dumps({"rows": []}))
+    words = "bench methods --arch llama-tiny --lengths 400,900 --runs 2 --seconds 0 --dtype float32 --method"
+    chosen = "uniprefill:top_p=0.5:sink_tokens=0,xattention:threshold=0.2"
+    with pytest.raises(SystemExit, match="0"):
+        main([*words.split(), chosen, "--accuracy", str(accuracy), "--json", str(path)])
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["method"] for row in rows] == [*chosen.split(","), "dense"] * 2 + chosen.split(",")
+    dropped, sparse, dense = rows[3:6]
+    assert dropped["computed_attention"] == 1.0 > sparse["computed_attention"] and dropped["kept"][1] < 900
+    assert 1 < sparse["ideal_speedup"] and dense["speedup"] == 1.0 and all(row["peak_gib"] > 0 for row in rows[:6])
+
+
+def test_the_table_of_methods(tmp_path):
+    def row(method, n, speedup):
+        labels = {"arch": "tiny", "batch": 1, "tp": 1, "dtype": "float32"}
+        return labels | {"method": method, "n": n, "speedup": speedup, "computed_attention": 0.5, "peak_gib": n / 100}
+
+    rows = [row("late", n, speed) for n, speed in ((100, 1.2), (200, 0.9), (400, 1.1), (800, 1.5))]
+    rows += [row("never", n, 0.8) for n in (100, 800)] + [row("dense", n, 1.0) for n in (100, 800)]
+    ends = break_even_rows(rows)
+    assert [(end["method"], end["break_even"]) for end in ends] == [("late", 400), ("never", None)]
+    path = tmp_path / "ruler.json"
+    scores = [("late", 100, "vt", 3.0), ("late", 100, "average", 60.0), ("late", 200, "vt", 70.0)]
+    names = ("config", "length", "task", "score")
+    path.write_text(json.dumps({"rows": [dict(zip(names, values, strict=True)) for values in scores]}))
+    print_methods(console := Console(record=True, width=200), rows, ends, scores_of(path))
+    late = next(line for line in console.export_text().splitlines() if "late" in line)
+    cells = [cell.strip() for cell in late.split("│")[1:-1]]
+    assert cells == ["late", "60.00", "70.00", "65.00", *(f"{x}x (0.50)" for x in ("1.20", "0.90", "1.10", "1.50"))] + [
+        "8.00",
+        "400",
+    ]
+    path.write_text("[]")
+    with pytest.raises(up.InputError, match="is no result file"):
+        scores_of(path)
 
 
 def test_throughput(tmp_path):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import uniprefill_jax as up
 from uniprefill_jax.cli import main
@@ -11,7 +12,8 @@ from uniprefill_jax.eval.cases import Case
 from uniprefill_jax.eval.rows import result_rows
 from uniprefill_jax.eval.runner import batch_shapes, run_cases
 from uniprefill_jax.eval.settings import parse_settings
-from uniprefill_jax.eval.store import AnswerStore
+from uniprefill_jax.eval.store import AnswerStore, read_answers
+from uniprefill_jax.eval.table import print_summary
 from uniprefill_jax.llm import LLM
 
 COMMON = {"model": "tiny", "dtype": "float32"}
@@ -124,6 +126,37 @@ def test_settings_as_users_write_them(text: str, fields: dict):
 def test_settings_that_are_none(texts: list[str], message: str):
     with pytest.raises(up.UniPrefillError, match=message):
         parse_settings(texts)
+
+
+def test_methods_are_settings_that_a_file_of_answers_knows(tmp_path: Path):
+    texts = ["dense", "uniprefill:top_p=0.9+snapkv:capacity=64", "xattention:threshold=0.8"]
+    settings = parse_settings(["carry"], methods=texts)
+    assert [setting.name for setting in settings] == ["dense", "carry", *texts[1:]]
+    assert [setting.method for setting in settings] == ["dense", "uniprefill", "uniprefill+snapkv", "xattention"]
+    AnswerStore(tmp_path / "answers.jsonl", COMMON, settings)
+    _, found, _ = read_answers(tmp_path / "answers.jsonl")
+    assert [(own.name, up.Method.of(own.config).definition) for own in found[1:]] == [
+        (own.name, up.Method.of(own.config).definition) for own in settings[1:]
+    ]
+    with pytest.raises(up.InputError, match="given twice"):
+        parse_settings(["carry"], methods=["snapkv", "snapkv"])
+    with pytest.raises(up.InputError, match="use some of dense, uniprefill, minference"):
+        parse_settings([], methods=["quest"])
+
+
+def test_methods_answer_cases(tiny: LLM, cases: list[Case], tmp_path: Path):
+    """A method that changes decoding alone changes the losses of what follows, and takes all operations of dense."""
+    settings = parse_settings([], methods=["streaming_llm:sinks=2:recent=16"])
+    store = AnswerStore(tmp_path / "answers.jsonl", COMMON, settings)
+    run_cases(tiny, cases[:2], settings, store, batch_shapes(cases[:2], 2))
+    dense, row = result_rows(store.answers.values(), settings, COMMON)
+    assert row["method"] == "streaming_llm" and row["diff"] != 0 and row["flop_fraction"] == 1.0
+    print_summary(console := Console(record=True, width=150), [dense, row])
+    assert console.export_text() == "", "losses have no average"
+    both = [own | {"metric": "all", "length": length} for own in (dense, row) for length in (256, 512)]
+    print_summary(console, both)
+    shown = console.export_text()
+    assert "256, x" in shown and shown.count("streaming_llm") == 1
 
 
 @pytest.fixture
