@@ -89,21 +89,22 @@ def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 def print_summary(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """One row per setting: its score at every length, their average, and its prefill's time as a part of dense's.
 
-    A length's score is that over its tasks. Without a second length, or with losses, the tables before say it all.
+    A length's score is that over its tasks; rows without times show none. Nothing is shown of losses or one length.
     """
     last = {(row["config"], row["length"]): row for row in rows if row["metric"] != "loss"}
     settings, lengths = dict.fromkeys(key[0] for key in last), sorted({key[1] for key in last})
     if len(lengths) < 2:
         return
+    timed = lengths if all("ttft_ratio" in row for row in last.values()) else []
     table = Table(title="score by length, average, speed-up of the prefill by length", title_justify="left")
-    for heading in ("method", *(f"{length:,}" for length in lengths), "average", *(f"{n:,}, x" for n in lengths)):
+    for heading in ("method", *(f"{length:,}" for length in lengths), "average", *(f"{n:,}, x" for n in timed)):
         table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
     for setting in settings:
         own = [last.get((setting, length)) for length in lengths]
         scores = [None if row is None else row["score"] for row in own]
         shown = [f"{row['score']:.2f}" if row else "" for row in own]
         average = "" if None in scores else f"{sum(filter(None, scores)) / len(scores):.2f}"
-        speed = [f"{1 / row['ttft_ratio']:.2f}" if row else "" for row in own]
+        speed = [f"{1 / row['ttft_ratio']:.2f}" if row else "" for row in own[: len(timed)]]
         table.add_row(setting, *shown, average, *speed)
     console.print(table)
 
