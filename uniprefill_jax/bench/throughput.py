@@ -185,9 +185,11 @@ def run_load(engine: Engine, load: Load, config: UniPrefillConfig) -> Outcome:
 def rehearse(engine: Engine, config: UniPrefillConfig) -> None:
     """Compile the stages of a setting for chunks of every size, of one prompt and of several, ahead of the load."""
     kept = config if config.is_dense else replace(config, top_p=KEEPS_ALL)
-    for rows in engine.executor.chunk_sizes:
-        for prompts in (1, 2):
-            run_load(engine, Load(prompts, min(rows, engine.config.prefill_chunk) // prompts, output_len=2), kept)
+    for size in engine.executor.chunk_sizes:
+        rows = min(size, engine.config.prefill_chunk)
+        fewest = math.ceil(rows / (engine.max_length - 2))  # prompts that fill such a chunk
+        for prompts in sorted({fewest, max(fewest, 2)}):
+            run_load(engine, Load(prompts, rows // prompts, output_len=2), kept)
 
 
 def decoding(engine: Engine, running: int, length: int, config: UniPrefillConfig, seed: int = 0) -> dict[str, float]:
