@@ -21,7 +21,7 @@ FIRST_QUESTION = 500
 
 
 def calibrate(
-    model: evaluation.ModelArgument,
+    model: options.ModelArgument,
     max_loss: Annotated[
         float, typer.Option(help="Most points lost on average over RULER's tasks, at the upper confidence limit.")
     ] = 0.5,

@@ -6,15 +6,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from uniprefill_jax.cli.options import DataTypeOption, resolve_dtype
+from uniprefill_jax.cli.options import DataTypeOption, ModelArgument, resolve_dtype
 from uniprefill_jax.cli.reading import reading
 
 
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
-    ],
+    source: ModelArgument,
     destination: Annotated[Path, typer.Argument(help="Folder to make; it must not exist yet.")],
     dtype: DataTypeOption = "auto",
 ) -> None:

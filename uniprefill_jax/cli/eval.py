@@ -23,9 +23,6 @@ DEFAULT_SAMPLES = 100
 
 evaluate = typer.Typer(help="Measure accuracy, dense against dropping, on the same prompts.", no_args_is_help=True)
 
-ModelArgument = Annotated[
-    str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles).")
-]
 ConfigOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -58,7 +55,7 @@ AnswersOption = Annotated[
 
 @evaluate.command()
 def ruler(
-    model: ModelArgument,
+    model: options.ModelArgument,
     config: ConfigOption = None,
     method: MethodOption = "",
     tasks: TasksOption = "all",
@@ -100,7 +97,7 @@ def ruler(
 
 @evaluate.command()
 def prepare(
-    model: ModelArgument,
+    model: options.ModelArgument,
     out: Annotated[Path, typer.Option(help="Folder for LENGTH/TASK/validation.jsonl.")],
     lengths: LengthsOption,
     tasks: TasksOption = "all",
@@ -125,7 +122,7 @@ def prepare(
 
 @evaluate.command()
 def probes(
-    model: ModelArgument,
+    model: options.ModelArgument,
     config: ConfigOption = None,
     tasks: Annotated[str, typer.Option(help='Probes, or "all".')] = "all",
     lengths: LengthsOption = "1024,2048",

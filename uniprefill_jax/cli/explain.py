@@ -23,10 +23,7 @@ DEMO_DEPTH = 0.6
 
 def explain(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
-    ],
+    model: options.ModelArgument,
     html: Annotated[Path, typer.Option("--html", help="Write the page to this file.")],
     png: Annotated[Path | None, typer.Option("--png", help="Also write the heat map to this file.")] = None,
     prompt: prompts.PromptOption = None,

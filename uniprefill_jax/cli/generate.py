@@ -21,10 +21,7 @@ DEFAULTS = UniPrefillConfig()
 
 def generate(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
-    ],
+    model: options.ModelArgument,
     prompt: prompts.PromptOption = None,
     prompt_file: prompts.PromptFileOption = None,
     chat: prompts.ChatOption = None,

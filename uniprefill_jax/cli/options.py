@@ -59,6 +59,9 @@ TopPOverOption = Annotated[
     typer.Option("--top-p-over", help="Blocks that top-p counts.", rich_help_panel=DROPPING),
 ]
 
+ModelArgument = Annotated[
+    str, typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles).")
+]
 MethodOption = Annotated[
     str,
     typer.Option(

@@ -27,10 +27,7 @@ ENGINE_DEFAULTS = EngineConfig()
 
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(help="Folder, .gguf file or packaged model (smollm2-135m, gemma-3-270m, qwen3-next-needles)."),
-    ],
+    model: options.ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What clients call the model; by default MODEL itself.")] = None,
