@@ -341,9 +341,7 @@ class LLM:
             0 if mixer == "linear" else min(lengths[segment], kept_rows if mixer == "full" else lengths[segment])
             for mixer, segment in zip(mixers, segment_of_layer, strict=True)
         ]
-        computed = {}
-        if output.computed is not None:
-            computed = dict(zip(plan.sparse_layers, map(float, output.computed[:, request]), strict=True))
+        computed = plan.computed_by_layer(output.computed, request)
         block_mass, cut_margin, discarded = {}, {}, {}
         for number, layer in enumerate(plan.drop_layers):
             assert output.drops is not None

@@ -135,6 +135,12 @@ class PrefillPlan:
         full = self.model.full_attention_layers
         return () if self.attention is None else tuple(layer for layer in full if layer < self.model.num_layers - 1)
 
+    def computed_by_layer(
+        self, computed: Float[Array, "sparse_layers B"] | np.ndarray | None, request: int
+    ) -> dict[int, float]:
+        """A request's part of an output's `computed`, by layer; empty without any."""
+        return {} if computed is None else dict(zip(self.sparse_layers, map(float, computed[:, request]), strict=True))
+
     def flops(self, positions: Sequence[np.ndarray], computed: Mapping[int, float] | None = None) -> float:
         """Operations of one request by the cost model, from the original positions of its tokens in every segment, and
         the share of full attention that layers computed."""

@@ -4,7 +4,6 @@ Every method takes turns with dense on fresh prompts, as in `bench ttft`. With r
 what a method leaves out follows from its setting and not from the text: every row says what share was computed.
 """
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from uniprefill_jax.bench.ttft import Method as Run
-from uniprefill_jax.bench.ttft import Prompts, in_turns, row_labels, timing
+from uniprefill_jax.bench.ttft import Prompts, beside_dense, in_turns, row_labels, timing
 from uniprefill_jax.llm import LLM
 from uniprefill_jax.sparsify.methods.protocol import Method
 
@@ -49,18 +48,11 @@ class MethodMeasurement:
             run.run()
             ours, theirs = in_turns(run.run, dense.run, self.runs, self.seconds)
             times += theirs
-            milliseconds, dense_milliseconds = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
-            flops = sum(run.flops_by_step.values())
             yield (
                 labels
                 | {"method": method.name, "kept": [len(kept) for kept in run.positions[0]]}
                 | {"computed_attention": run.mean_computed}
-                | timing(ours, run, flops)
-                | {
-                    "dense_ttft_ms": round(dense_milliseconds, 3),
-                    "speedup": round(dense_milliseconds / milliseconds, 4),
-                    "ideal_speedup": round(dense_flops / flops, 4),
-                }
+                | beside_dense(run, ours, theirs, dense_flops)
             )
         times = times or [dense.run() for _ in range(self.runs)]
         row = {"method": "dense", "kept": [length], "computed_attention": 1.0, "speedup": 1.0, "ideal_speedup": 1.0}

@@ -66,17 +66,10 @@ class Measurement:
                 method.run()  # the one program of all settings of top_p
             ours, theirs = in_turns(method.run, dense.run, self.runs, self.seconds)
             dense_times += theirs
-            milliseconds, dense_milliseconds = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
-            flops = sum(method.flops_by_step.values())
             rows.append(
                 labels
                 | {"method": "uniprefill", "top_p": top_p, "kept": [len(kept) for kept in method.positions[0]]}
-                | timing(ours, method, flops)
-                | {
-                    "dense_ttft_ms": round(dense_milliseconds, 3),
-                    "speedup": round(dense_milliseconds / milliseconds, 4),
-                    "ideal_speedup": round(dense_flops / flops, 4),
-                }
+                | beside_dense(method, ours, theirs, dense_flops)
             )
         if not dense_times:
             dense_times = [dense.run() for _ in range(self.runs)]
@@ -196,9 +189,7 @@ class Method:
         """Operations of the last run by the cost model, by the names that the steps have in a trace."""
         total: defaultdict[str, float] = defaultdict(float)
         for request, positions in enumerate(self.positions):
-            computed = None
-            if self._computed is not None:
-                computed = dict(zip(self.plan.sparse_layers, map(float, self._computed[:, request]), strict=True))
+            computed = self.plan.computed_by_layer(self._computed, request)
             for step, flops in self.plan.flops_by_step(positions, computed).items():
                 total[step] += flops
         return dict(total)
@@ -227,6 +218,17 @@ class Method:
 def _devices(llm: LLM) -> int:
     """Devices that share a copy of the model."""
     return 1 if llm.mesh is None else llm.mesh.shape[TENSOR]
+
+
+def beside_dense(method: Method, ours: Sequence[float], theirs: Sequence[float], dense_flops: float) -> dict[str, Any]:
+    """What a row says of a method's times and dense's in turns with it, in seconds."""
+    milliseconds, dense_milliseconds = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
+    flops = sum(method.flops_by_step.values())
+    return timing(ours, method, flops) | {
+        "dense_ttft_ms": round(dense_milliseconds, 3),
+        "speedup": round(dense_milliseconds / milliseconds, 4),
+        "ideal_speedup": round(dense_flops / flops, 4),
+    }
 
 
 def timing(seconds: Sequence[float], method: Method, flops: float) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class ProxyAttn(SparseAttention):
             blocks,
             scale,
         )
-        forced = (jnp.eye(blocks.count, dtype=bool) | (blocks.number == 0)[None, :]) & blocks.causal
+        forced = blocks.first_and_own
         order = jnp.argsort(-jnp.where(forced, jnp.inf, mass), axis=-1, stable=True)
         rank = jnp.repeat(jnp.argsort(order, axis=-1), queries.shape[1] // num_proxies, axis=0)
         share = self._shares(queries, keys, blocks, scale)
@@ -70,18 +70,15 @@ class ProxyAttn(SparseAttention):
         count, size = blocks.count, blocks.size
         tokens = blocks.lay_out(keys).reshape(count * size, *keys.shape[1:])
         exists = blocks.is_row.reshape(-1)
-        places = jnp.arange(count * size, dtype=jnp.int32)
 
         def rows_of(own: Float[Array, "C r P d"], index: Int32[Array, " C"]) -> Float[Array, "C P Q"]:
             scores = jnp.einsum("crpd,tpd->cprt", own, tokens, preferred_element_type=jnp.float32) * scale
-            row = index[:, None] * size + jnp.arange(size)
-            first = (blocks.cu_blocks[blocks.owner[index]] * size)[:, None, None]
-            visible = (places >= first) & (places <= row[..., None]) & exists & exists[row][..., None]
+            visible = blocks.visible(index, size, exists)
             weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1)
             weights = jnp.where(visible[:, None], weights, 0.0)
             return weights.reshape(*weights.shape[:-1], count, size).sum(axis=(2, 4))
 
-        per_item = keys.shape[1] * size * places.shape[0]
+        per_item = keys.shape[1] * size * exists.shape[0]
         mass = by_chunks(rows_of, count, per_item, blocks.lay_out(queries), jnp.arange(count, dtype=jnp.int32))
         return mass.swapaxes(0, 1)
 

@@ -55,6 +55,23 @@ class RequestBlocks:
         exists = self.filled > 0
         return same & exists[:, None] & exists[None, :]
 
+    @property
+    def first_and_own(self) -> Bool[Array, "Q Q"]:
+        """Of every block the first one of its request, and itself."""
+        return (jnp.eye(self.count, dtype=bool) | (self.number == 0)[None, :]) & self.causal
+
+    def visible(
+        self, index: Int32[Array, " C"], per_block: int, exists: Bool[Array, " S"]
+    ) -> Bool[Array, "C per_block S"]:
+        """Which of S places, `per_block` to a block, the places of some blocks see: those of their request, not later.
+
+        `index` numbers these blocks; what lies at a place need not exist, and then neither sees nor is seen.
+        """
+        places = jnp.arange(exists.shape[0], dtype=jnp.int32)
+        row = index[:, None] * per_block + jnp.arange(per_block)
+        first = (self.cu_blocks[self.owner[index]] * per_block)[:, None, None]
+        return (places >= first) & (places <= row[..., None]) & exists & exists[row][..., None]
+
     def lay_out(self, array: Float[Array, "T *rest"]) -> Float[Array, "Q size *rest"]:
         """Packed rows, block by block; zeros where a block has none."""
         return array.at[self.rows].get(mode="fill", fill_value=0)

@@ -58,21 +58,18 @@ class XAttention(SparseAttention):
         columns = blocks.lay_out(keys).reshape(*long, head_dim).transpose(3, 0, 1, 2, 4)
         columns = columns.reshape(num_kv_heads, count * per_block, self.stride * head_dim)
         exists = blocks.is_row.reshape(count, per_block, self.stride).any(axis=-1).reshape(-1)
-        places = jnp.arange(count * per_block, dtype=jnp.int32)
 
         def rows_of(own: Float[Array, "C KV G r e"], index: Int32[Array, " C"]) -> Float[Array, "C KV G Q"]:
             scores = jnp.einsum("ckgre,kse->ckgrs", own, columns, preferred_element_type=jnp.float32)
-            row = index[:, None] * per_block + jnp.arange(per_block)
-            first = (blocks.cu_blocks[blocks.owner[index]] * per_block)[:, None, None]
-            visible = (places >= first) & (places <= row[..., None]) & exists & exists[row][..., None]
+            visible = blocks.visible(index, per_block, exists)
             scores = jnp.where(visible[:, None, None], scores * (scale / self.stride), -1e30)
             weights = jnp.where(visible[:, None, None], jax.nn.softmax(scores, axis=-1), 0.0)
             return weights.reshape(*weights.shape[:-1], count, per_block).sum(axis=(3, 5))
 
-        per_item = queries.shape[1] * per_block * places.shape[0]
+        per_item = queries.shape[1] * per_block * exists.shape[0]
         mass = by_chunks(rows_of, count, per_item, strided, jnp.arange(count, dtype=jnp.int32))
         mass = mass.transpose(1, 2, 0, 3).reshape(queries.shape[1], count, count)
-        forced = (jnp.eye(count, dtype=bool) | (blocks.number == 0)[None, :]) & blocks.causal
+        forced = blocks.first_and_own
         if self.threshold == 1.0:
             return Seen(jnp.broadcast_to(blocks.causal, mass.shape))
         others = jnp.where(forced, 0.0, mass)
