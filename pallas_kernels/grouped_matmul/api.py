@@ -89,7 +89,7 @@ def grouped_matmul_each(
     first_group: Int32[Array, ""] | int = 0,
     backend: Backend = "auto",
 ) -> tuple[Float[Array, "M _"], ...]:
-    """`grouped_matmul` with each of several stacks; on Hopper one kernel where the rows are one group of a few.
+    """`grouped_matmul` with each of several stacks; on Hopper one kernel for one group, where tiles allow.
 
     Args:
         rows, group_sizes, first_group, backend: as in `grouped_matmul`.
@@ -100,13 +100,14 @@ def grouped_matmul_each(
     """
     chosen = backend
     if chosen == "auto":
-        columns = min(weight.shape[2] for weight in weights)
-        chosen = choose_backend(inner=rows.shape[1], columns=columns, dtype=str(rows.dtype))
-    if chosen == "mosaic_gpu" and gpu.takes_few_rows(rows, group_sizes):
+        narrowest = min(weight.shape[2] for weight in weights)
+        chosen = choose_backend(inner=rows.shape[1], columns=narrowest, dtype=str(rows.dtype))
+    columns = tuple(weight.shape[2] for weight in weights)
+    if chosen == "mosaic_gpu" and gpu.takes_each(rows, columns, group_sizes):
         _check(
             "grouped_matmul_each", rows, {f"weights[{at}]": weight for at, weight in enumerate(weights)}, group_sizes
         )
-        return gpu.few_rows_matmul_each_mosaic_gpu(rows, weights, group_sizes, jnp.asarray(first_group, jnp.int32))
+        return gpu.grouped_matmul_each_mosaic_gpu(rows, weights, group_sizes, jnp.asarray(first_group, jnp.int32))
     return tuple(
         grouped_matmul(rows, weight, group_sizes, first_group=first_group, backend=chosen) for weight in weights
     )

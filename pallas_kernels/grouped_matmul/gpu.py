@@ -8,10 +8,17 @@ consumers of 64 rows each. A consumer whose rows all lie beyond the group's end 
 The results leave through swizzled buffers by TMA in runs of 2^i rows: one store for a whole piece of 64 rows, and where
 a group starts or ends inside it, as many as the number of rows has bits.
 
+Tiles with products go around among the programs first, then those that are zero all over. Where at most half of the
+programs would have a product in its last round, the tiles of that round are cut into halves of 64 rows, whose columns
+the two consumers share: what is added up for an element, and in which order, is the same either way. Matrices that take
+the same rows share one launch.
+
 A single group of few rows is another matter: see `gpu_few_rows`.
 """
 
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import jax
@@ -104,7 +111,7 @@ def grouped_matmul_mosaic_gpu(
     reason = unsupported(weights.shape[1], weights.shape[2], rows.dtype)
     if reason is not None:
         raise ValueError(f"grouped_matmul: backend 'mosaic_gpu' cannot run this: {reason}; use backend='xla'")
-    return _grouped(rows, (weights,), group_sizes, first_group, lambda product: product, tiling)
+    return _grouped(rows, ((weights,),), group_sizes, first_group, lambda product: product, tiling)[0]
 
 
 def grouped_gated_matmul_mosaic_gpu(
@@ -126,21 +133,26 @@ def grouped_gated_matmul_mosaic_gpu(
     if reason is not None:
         raise ValueError(f"grouped_gated_matmul: backend 'mosaic_gpu' cannot run this: {reason}; use backend='xla'")
     function = ACTIVATIONS[activation]
-    return _grouped(rows, (gate, up), group_sizes, first_group, lambda g, u: function(g) * u, tiling)
+    return _grouped(rows, ((gate, up),), group_sizes, first_group, lambda g, u: function(g) * u, tiling)[0]
 
 
-def takes_few_rows(rows: Float[Array, "M K"], group_sizes: Int32[Array, " G"]) -> bool:
-    """Whether the rows are one group of a few, for which there is a kernel of its own."""
-    return group_sizes.shape[0] == 1 and rows.shape[0] <= MOST_ROWS
+def takes_each(rows: Float[Array, "M K"], columns: tuple[int, ...], group_sizes: Int32[Array, " G"]) -> bool:
+    """Whether one launch serves several matrices: of one group, and of few rows or with tiles as wide as for each."""
+    if group_sizes.shape[0] != 1:
+        return False
+    widths = {default_tiling(count, 1, 1).width for count in columns}
+    return rows.shape[0] <= MOST_ROWS or len(widths) == 1
 
 
-def few_rows_matmul_each_mosaic_gpu(
+def grouped_matmul_each_mosaic_gpu(
     rows: Float[Array, "M K"],
     weights: tuple[Float[Array, "groups K _"], ...],
     group_sizes: Int32[Array, " G"],
     first_group: Int32[Array, ""],
+    *,
+    tiling: Tiling | None = None,
 ) -> tuple[Float[Array, "M _"], ...]:
-    """Few rows of one group times `weights[first_group]` of every stack, in one kernel; see `grouped_matmul_each`.
+    """Rows of one group times `weights[first_group]` of every stack, in one kernel; see `grouped_matmul_each`.
 
     Raises:
         ValueError: a dtype or sizes that the kernel does not take.
@@ -149,7 +161,10 @@ def few_rows_matmul_each_mosaic_gpu(
         reason = unsupported(weight.shape[1], weight.shape[2], rows.dtype)
         if reason is not None:
             raise ValueError(f"grouped_matmul_each: backend 'mosaic_gpu' cannot run this: {reason}; use backend='xla'")
-    return few_rows_matmul_each(rows, weights, group_sizes[0], first_group)
+    if tiling is None and rows.shape[0] <= MOST_ROWS:
+        return few_rows_matmul_each(rows, weights, group_sizes[0], first_group)
+    stacks = tuple((weight,) for weight in weights)
+    return _grouped(rows, stacks, group_sizes, first_group, lambda product: product, tiling)
 
 
 ZEROS = -1  # in place of a group: rows of no group
@@ -159,7 +174,7 @@ def tile_table(group_sizes: Int32[Array, " G"], first_group: Int32[Array, ""], r
     """Row tiles of every group with rows, and of the rows after the last one.
 
     Columns: first row, first and end of the rows to store, matrix or `ZEROS`. The last row holds how many
-    tiles there are.
+    tiles there are, and how many of them belong to groups.
     """
     groups = group_sizes.shape[0] + 1
     ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
@@ -175,60 +190,91 @@ def tile_table(group_sizes: Int32[Array, " G"], first_group: Int32[Array, ""], r
     first_row = aligned[group] + (tile - (tile_ends - tiles)[group]) * TILE_ROWS
     weights = jnp.where(group == groups - 1, ZEROS, group + first_group)
     table = jnp.stack([first_row, starts[group], ends[group], weights], axis=1)
-    total = jnp.concatenate([tile_ends[-1:], jnp.zeros(3, jnp.int32)])
-    return jnp.concatenate([table, total[None]]).astype(jnp.int32)
+    totals = jnp.concatenate([tile_ends[-1:], tile_ends[-2:-1], jnp.zeros(2, jnp.int32)])
+    return jnp.concatenate([table, totals[None]]).astype(jnp.int32)
 
 
 def _grouped(
     rows: jax.Array,
-    weights: tuple[jax.Array, ...],
+    stacks: tuple[tuple[jax.Array, ...], ...],
     group_sizes: jax.Array,
     first_group: jax.Array,
     combine: Callable[..., jax.Array],
     tiling: Tiling | None,
-) -> jax.Array:
+) -> tuple[jax.Array, ...]:
+    """`combine` of the products with the stacks of each entry of `stacks`, which has its own columns."""
     count = rows.shape[0]
-    if tiling is None and takes_few_rows(rows, group_sizes):
-        return few_rows_matmul(rows, weights, group_sizes[0], first_group, combine)
-    tiling = tiling or default_tiling(weights[0].shape[2], len(weights), group_sizes.shape[0])
+    if tiling is None and len(stacks) == 1 and group_sizes.shape[0] == 1 and count <= MOST_ROWS:
+        return (few_rows_matmul(rows, stacks[0], group_sizes[0], first_group, combine),)
+    tiling = tiling or default_tiling(stacks[0][0].shape[2], len(stacks[0]), group_sizes.shape[0])
     padded = max(TILE_ROWS, -(-count // ALIGNMENT) * ALIGNMENT)
     if padded > count:
         rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
     table = tile_table(group_sizes, first_group, padded)
-    return _kernel(rows, weights, table, combine, tiling)[:count]
+    return tuple(result[:count] for result in _kernel(rows, stacks, table, combine, tiling))
 
 
-def _kernel(rows, weights, table, combine, tiling):
-    """The kernel: every tile of the table, for every `width` columns."""
+def _kernel(rows, stacks, table, combine, tiling):
+    """The kernel: every tile of the table, for every `width` columns of all stacks."""
     padded, inner = rows.shape
-    columns = weights[0].shape[2]
     dtype = rows.dtype
-    products = len(weights)
+    products = len(stacks[0])
     width, stages, slots, band, most_programs = tiling
     slots = min(slots, width // CHUNK)  # every tile begins with the first
-    column_tiles = columns // width
+    all_columns = [weights[0].shape[2] for weights in stacks]
+    column_ends = list(accumulate(columns // width for columns in all_columns))  # of every stack's tiles
+    column_tiles = column_ends[-1]
     steps_of_product = inner // STEP
     largest = table.shape[0] - 1
     programs = min(most_programs, largest * column_tiles)
+    may_halve = width // 2 % CHUNK == 0
+
+    def in_stack(column_tile, action):
+        """`action(number, column)` for the stack that a column tile lies in."""
+        for number, (begin, end) in enumerate(zip([0, *column_ends], column_ends, strict=False)):
+            own = (column_tile >= begin) & (column_tile < end) if len(stacks) > 1 else True
+            pl.when(own)(partial(action, number, (column_tile - begin) * width))
 
     def body(*refs):
-        rows_gmem, *weights_gmem, table_gmem, out_gmem = refs[: products + 3]
-        rows_smem, weights_smem, out_smem, ready, free = refs[products + 3 :]
+        inputs, outs_gmem, scratch = refs[: -5 - len(stacks)], refs[-5 - len(stacks) : -5], refs[-5:]
+        rows_gmem, *weights_gmem, table_gmem = inputs
+        rows_smem, weights_smem, out_smem, ready, free = scratch
         program = lax.axis_index("program")
         warpgroup = lax.axis_index("warpgroup")
-        row_tiles = table_gmem[largest, 0]
-        mine = lax.div(row_tiles * column_tiles - program + (programs - 1), programs)
+        row_tiles = table_gmem[largest, 1]
+        zero_row_tiles = table_gmem[largest, 0] - row_tiles
+        tiles = row_tiles * column_tiles
+        rounds = lax.div(tiles, programs)  # in which every program has a tile
+        rest = tiles - rounds * programs
+        halved = (2 * rest <= programs) & may_halve
+        with_products = rounds + jnp.where(program < jnp.where(halved, 2 * rest, rest), 1, 0)
+        from_last = programs - 1 - program  # zeros begin where the last round of products left programs out
+        mine = with_products + lax.div(zero_row_tiles * column_tiles - from_last + (programs - 1), programs)
+
+        def is_half(index):
+            return halved & (index == rounds) & (index < with_products)
 
         def tile_at(index):
             """First row, bounds of the rows to store, group and column tile of one of this program's tiles."""
-            tile = jnp.minimum(program + index * programs, row_tiles * column_tiles - 1)
+            half = is_half(index)
+            tile = jnp.where(half, rounds * programs + lax.div(program, 2), program + index * programs)
             in_band = band * column_tiles
             first_of_band = lax.div(tile, in_band) * band
-            rows_of_band = jnp.minimum(row_tiles - first_of_band, band)
+            rows_of_band = jnp.clip(row_tiles - first_of_band, 1, band)
             place = lax.rem(tile, in_band)
-            entry = first_of_band + lax.rem(place, rows_of_band)
+            zero_tile = from_last + (index - with_products) * programs
+            zeros = index >= with_products
+            across = jnp.where(zeros, jnp.maximum(zero_row_tiles, 1), rows_of_band)
+            place = jnp.where(zeros, zero_tile, place)
+            entry = jnp.where(zeros, row_tiles, first_of_band) + lax.rem(place, across)
+            # What follows a program's last tile is read and not used.
+            entry = jnp.minimum(entry, largest - 1)
+            column_tile = jnp.minimum(lax.div(place, across), column_tiles - 1)
             first, start, end, group = (table_gmem[entry, column] for column in range(4))
-            return first, start, end, group, lax.div(place, rows_of_band)
+            first = first + jnp.where(half, lax.rem(program, 2) * ROWS, 0)
+            # The second half of a group's last tile may hold none of its rows.
+            group = jnp.where(half & (first >= end), ZEROS, group)
+            return first, start, end, group, column_tile
 
         def steps_of(group):
             return jnp.where(group == ZEROS, 0, steps_of_product)
@@ -241,7 +287,6 @@ def _kernel(rows, weights, table, combine, tiling):
                 before, first, start, end, group, column_tile = carry
                 following = tile_at(index + 1)  # read now, used when this tile's loads are under way
                 first = pl.multiple_of(first, ALIGNMENT)
-                column = column_tile * width
                 steps = steps_of(group)
 
                 def load(step, _):
@@ -255,9 +300,14 @@ def _kernel(rows, weights, table, combine, tiling):
                     mgpu.copy_gmem_to_smem(
                         rows_gmem.at[pl.ds(first, TILE_ROWS), part], rows_smem.at[slot], ready.at[slot]
                     )
-                    for product, source in enumerate(weights_gmem):
-                        part_of_group = source.at[group, part, pl.ds(column, width)]
-                        mgpu.copy_gmem_to_smem(part_of_group, weights_smem.at[slot, product], ready.at[slot])
+
+                    def load_weights(stack, column):
+                        for product in range(products):
+                            source = weights_gmem[stack * products + product]
+                            part_of_group = source.at[group, part, pl.ds(column, width)]
+                            mgpu.copy_gmem_to_smem(part_of_group, weights_smem.at[slot, product], ready.at[slot])
+
+                    in_stack(column_tile, load_weights)
                     return ()
 
                 lax.fori_loop(0, steps, load, ())
@@ -275,43 +325,77 @@ def _kernel(rows, weights, table, combine, tiling):
         def _consume():
             mgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             own_rows = pl.ds(warpgroup * ROWS, ROWS)
+            half_width = width // 2
+            own_columns = pl.ds(warpgroup * half_width, half_width)
+
+            def multiply(before, steps, columns, operands):
+                """`combine` of the products of all steps; `operands` are those of a slot and product."""
+
+                def accumulate(*accumulators):
+                    def step(number, _):
+                        slot = lax.rem(before + number, stages)
+                        mgpu.barrier_wait(ready.at[slot])
+                        for product, accumulator in enumerate(accumulators):
+                            mgpu.wgmma(accumulator, *operands(slot, product))
+                        mgpu.wgmma_wait(products)  # all but this step's have ended
+
+                        @pl.when(number > 0)
+                        def _():
+                            mgpu.barrier_arrive(free.at[lax.rem(before + number - 1, stages)])
+
+                        return ()
+
+                    lax.fori_loop(0, steps, step, ())
+                    return [accumulator[...] for accumulator in accumulators]
+
+                accumulators = [mgpu.WGMMAAccumulatorRef((ROWS, columns), jnp.float32)] * products
+                results = pl.run_scoped(accumulate, *accumulators)
+
+                @pl.when(steps > 0)
+                def _():
+                    mgpu.barrier_arrive(free.at[lax.rem(before + steps - 1, stages)])
+
+                return combine(*results).astype(dtype)
 
             def tile(index, carry):
                 before, first, start, end, group, column_tile = carry
                 following = tile_at(index + 1)  # read now, since used only after this tile
-                first = first + warpgroup * ROWS
+                half = is_half(index)
+                first = first + jnp.where(half, 0, warpgroup * ROWS)
                 low = jnp.clip(start - first, 0, ROWS)
                 high = jnp.clip(end - first, 0, ROWS)
                 steps = steps_of(group)
 
-                @pl.when(high > low)
-                def _multiply():
-                    def accumulate(*accumulators):
-                        def step(number, _):
-                            slot = lax.rem(before + number, stages)
-                            mgpu.barrier_wait(ready.at[slot])
-                            for product, accumulator in enumerate(accumulators):
-                                mgpu.wgmma(accumulator, rows_smem.at[slot, own_rows], weights_smem.at[slot, product])
-                            mgpu.wgmma_wait(products)  # all but this step's have ended
-
-                            @pl.when(number > 0)
-                            def _():
-                                mgpu.barrier_arrive(free.at[lax.rem(before + number - 1, stages)])
-
-                            return ()
-
-                        lax.fori_loop(0, steps, step, ())
-                        return [accumulator[...] for accumulator in accumulators]
-
-                    results = pl.run_scoped(
-                        accumulate, *[mgpu.WGMMAAccumulatorRef((ROWS, width), jnp.float32)] * products
+                @pl.when((high > low) & ~half)
+                def _whole():
+                    values = multiply(
+                        before,
+                        steps,
+                        width,
+                        lambda slot, product: (rows_smem.at[slot, own_rows], weights_smem.at[slot, product]),
                     )
+                    in_stack(column_tile, partial(store, values, first, low, high))
 
-                    @pl.when(steps > 0)
-                    def _():
-                        mgpu.barrier_arrive(free.at[lax.rem(before + steps - 1, stages)])
+                if may_halve:
 
-                    store(combine(*results).astype(dtype), first, low, high, column_tile * width)
+                    @pl.when((high > low) & half)
+                    def _half():
+                        values = multiply(
+                            before,
+                            steps,
+                            half_width,
+                            lambda slot, product: (
+                                rows_smem.at[slot, pl.ds(0, ROWS)],
+                                weights_smem.at[slot, product, :, own_columns],
+                            ),
+                        )
+
+                        def store_half(stack, column):
+                            store(values, first, low, high, stack, column + warpgroup * half_width)
+
+                        in_stack(column_tile, store_half)
+                        if half_width // CHUNK % slots:  # the next tile begins with the first buffer all the same
+                            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                 @pl.when(high <= low)
                 def _pass():
@@ -325,8 +409,8 @@ def _kernel(rows, weights, table, combine, tiling):
 
                 return before + steps, *following
 
-            def store(values, first, low, high, column):
-                for number, at in enumerate(range(0, width, CHUNK)):
+            def store(values, first, low, high, stack, column):
+                for number, at in enumerate(range(0, values.shape[1], CHUNK)):
                     buffer = out_smem.at[warpgroup, number % slots]
                     mgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                     buffer[...] = values[:, at : at + CHUNK]
@@ -338,7 +422,9 @@ def _kernel(rows, weights, table, combine, tiling):
                         @pl.when((high - low) & run != 0)
                         def _(row=row, run=run, at=at, buffer=buffer):
                             target = pl.ds(first + row, run), pl.ds(column + at, CHUNK)
-                            mgpu.copy_smem_to_gmem(buffer.at[pl.ds(row, run)], out_gmem.at[target], commit_group=False)
+                            mgpu.copy_smem_to_gmem(
+                                buffer.at[pl.ds(row, run)], outs_gmem[stack].at[target], commit_group=False
+                            )
 
                         row = row + ((high - low) & run)
                     mgpu.commit_smem_to_gmem_group()
@@ -350,7 +436,7 @@ def _kernel(rows, weights, table, combine, tiling):
     tiled = mgpu.TilingTransform((ALIGNMENT, STEP)), swizzle  # pyright: ignore[reportAbstractUsage]
     return mgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((padded, columns), dtype),
+        out_type=tuple(jax.ShapeDtypeStruct((padded, columns), dtype) for columns in all_columns),
         scratch_types=[
             mgpu.SMEM((stages, TILE_ROWS, STEP), dtype, transforms=tiled),
             mgpu.SMEM((stages, products, STEP, width), dtype, transforms=tiled),
@@ -363,4 +449,4 @@ def _kernel(rows, weights, table, combine, tiling):
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=mgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(rows, *weights, table)
+    )(rows, *chain.from_iterable(stacks), table)

@@ -27,7 +27,7 @@ from pallas_kernels.compact_rows import compact_rows
 from pallas_kernels.compact_rows import shapes as compact_shapes
 from pallas_kernels.gated_delta_rule import gated_delta_rule
 from pallas_kernels.gated_delta_rule import shapes as delta_shapes
-from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_gated_matmul, grouped_matmul, grouped_matmul_each
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import shapes as paged_shapes
@@ -125,6 +125,14 @@ def programs(every_shape: bool):
         rows = ((shape.rows, shape.inner), "bfloat16")
         weights = [((shape.stacked, shape.inner, shape.columns), "bfloat16")] * (1 + shape.gated)
         yield f"grouped_matmul {shape}", group, (rows, ((shape.groups,), "int32"), ((), "int32"), *weights)
+    for number, inner, all_columns, stacked in grouped_shapes.JOINT_SHAPES:
+
+        def group_each(backend, rows, sizes, first, *weights):
+            return grouped_matmul_each(rows, weights, sizes, first_group=first, backend=backend)
+
+        weights = [((stacked, inner, columns), "bfloat16") for columns in all_columns]
+        arrays = ((number, inner), "bfloat16"), ((1,), "int32"), ((), "int32"), *weights
+        yield f"grouped_matmul_each {number} x {inner} x {all_columns}", group_each, arrays
     for shape in getattr(paged_shapes, which):
         heads, kv_heads, head_dim = shape.heads
 

@@ -116,6 +116,24 @@ def test_gpu_kernel_interpreted_over_many_small_tiles(capfd):
         check(product, [1, 2, 3, 5, 60, 0, 67], options, first_group=1)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("programs", "rows"), [(4, 300), (3, 200), (5, 384)])
+def test_gpu_kernel_interpreted_with_halves_in_the_last_round(programs, rows, activation, capfd):
+    """Tiles of the last round in two, one of them without rows; then the zeros of several tiles."""
+    tiling = gpu.Tiling(width=128, stages=2, slots=2, band=2, programs=programs)
+    tiles = -(-rows // gpu.TILE_ROWS) * 2
+    assert 0 < 2 * (tiles % programs) <= programs
+
+    def product(rows, *arguments):
+        if activation is None:
+            return gpu.grouped_matmul_mosaic_gpu(rows, *arguments, tiling=tiling)
+        return gpu.grouped_gated_matmul_mosaic_gpu(rows, *arguments, activation=activation, tiling=tiling)
+
+    options = Options(padding=290, inner=192, columns=256, stacked=3, dtype="bfloat16")
+    with interpreted("mosaic_gpu", capfd):
+        check(product, [rows], options, first_group=1, activation=activation and silu)
+
+
 def test_gated_gpu_kernel_interpreted(capfd):
     options = Options(padding=7, inner=64, columns=64, stacked=5, dtype="bfloat16")
     with interpreted("mosaic_gpu", capfd):
@@ -144,11 +162,12 @@ def test_few_rows_interpreted(rows, padding, columns, tiling, capfd):
 
 @pytest.mark.parametrize("backend", ["tiles", "mosaic_gpu"])
 @pytest.mark.parametrize("rows", [5, 130])  # few, and more than the kernel for few takes
-def test_products_with_each_of_several_stacks(backend, rows, capfd):
+@pytest.mark.parametrize("all_columns", [(192, 64, 128), (256, 128, 128)])  # tiles of different width, and of one
+def test_products_with_each_of_several_stacks(backend, rows, all_columns, capfd):
     random = np.random.default_rng(rows)
     x = random.normal(size=(rows, 128)).astype(jnp.bfloat16)
     x[rows - 2 :] = np.nan
-    stacks = tuple(random.normal(size=(3, 128, columns)).astype(jnp.bfloat16) for columns in (192, 64, 128))
+    stacks = tuple(random.normal(size=(3, 128, columns)).astype(jnp.bfloat16) for columns in all_columns)
     for stack in stacks:
         stack[[0, 2]] = np.nan
 
