@@ -2,7 +2,8 @@
 
 Many steps are one program, a loop on the device that ends with the last request: the host is asked for nothing between
 tokens. Prompt rows stay packed as the prefill left them, one length per request and segment; generated tokens have a
-store of their own, so a prompt's cache is never copied or padded. Positions go on from the prompt's full length (paper
+store of their own, so a prompt's cache is never padded as a whole. Where a batch holds far more rows than its longest
+prompt, a layer's attention takes each request's rows out of it. Positions go on from the prompt's full length (paper
 Eq. 17).
 """
 
@@ -24,6 +25,9 @@ from uniprefill_jax.models.rope import rope_table
 from uniprefill_jax.prefill import LayerCaches, PrefillPlan, SegmentRows
 from uniprefill_jax.sparsify.methods.compression import compressed_lengths
 
+# Taking rows out costs about as much as attending to this many times as many: they are read, written and read again.
+COST_OF_TAKING = 3
+
 
 @dataclass(frozen=True)
 class DecodePlan:
@@ -34,6 +38,7 @@ class DecodePlan:
         segment_of_layer: whose rows each layer's prompt cache holds.
         window_meaning: whether windows count original positions or kept tokens.
         capacity: most tokens that can be generated.
+        rows_apart: rows that are taken out of a prompt cache for every request; None: all attend to all rows, masked.
         logprobs: whether the log-probability of every token is kept.
         kept_rows: most prompt rows of a request that full-attention layers hold; None for all that entered.
     """
@@ -42,14 +47,21 @@ class DecodePlan:
     segment_of_layer: tuple[int, ...]
     window_meaning: WindowMeaning
     capacity: int
+    rows_apart: int | None = None
     logprobs: bool = False
     kept_rows: int | None = None
 
     @classmethod
-    def after(cls, plan: PrefillPlan, capacity: int, logprobs: bool = False) -> "DecodePlan":
-        """The plan that continues a prefill."""
+    def after(
+        cls, plan: PrefillPlan, capacity: int, *, longest: int | None = None, logprobs: bool = False
+    ) -> "DecodePlan":
+        """The plan that continues a prefill; `longest`: rows of its longest prompt at most, where that is known."""
         kept_rows = None if plan.compression is None else plan.compression.most_rows
-        return cls(plan.model, plan.segment_of_layer, plan.config.sliding_window, capacity, logprobs, kept_rows)
+        meaning = plan.config.sliding_window
+        apart = longest is not None and plan.num_rows > COST_OF_TAKING * longest
+        return cls(
+            plan.model, plan.segment_of_layer, meaning, capacity, longest if apart else None, logprobs, kept_rows
+        )
 
 
 @struct.dataclass
@@ -178,11 +190,17 @@ def decode_step(
             cu_seqlens = segments.cu_seqlens[segment]
             if plan.kept_rows is not None and spec.mixer == "full":
                 cu_seqlens = compressed_lengths(cu_seqlens, plan.kept_rows)
-            row_positions = segments.positions[segment, : prompt.keys.shape[0]]
-            visible = _visible_rows(plan, spec, row_positions, cu_seqlens, positions, state.step)
+            num_rows = prompt.keys.shape[0]
+            apart = plan.rows_apart is not None
+            rows = jnp.arange(plan.rows_apart or num_rows, dtype=jnp.int32)[None, :]
+            if apart:
+                rows = jnp.minimum(cu_seqlens[:-1, None] + rows, num_rows - 1)
+            row_positions = segments.positions[segment][rows]
+            visible = _visible_rows(plan, spec, rows, row_positions, cu_seqlens, positions, state.step)
             view = AttentionStep(
                 prompt=prompt,
                 generated=kept,
+                prompt_rows=rows if apart else None,
                 prompt_visible=visible,
                 generated_visible=_visible_generated(spec, plan.capacity, state.step, x.shape[0]),
                 step=state.step,
@@ -204,19 +222,19 @@ def decode_step(
 def _visible_rows(
     plan: DecodePlan,
     spec: LayerSpec,
-    row_positions: Int32[Array, " T"],
+    rows: Int32[Array, "#B rows"],
+    row_positions: Int32[Array, "#B rows"],
     cu_seqlens: Int32[Array, " B+1"],
     positions: Int32[Array, " B"],
     step: Int32[Array, ""],
-) -> Bool[Array, "B T"]:
-    """Prompt rows that each request's current token sees in one layer."""
-    rows = jnp.arange(row_positions.shape[0], dtype=jnp.int32)[None, :]
+) -> Bool[Array, "B rows"]:
+    """Which of these rows of the prompts each request's current token sees in one layer."""
     start, stop = cu_seqlens[:-1, None], cu_seqlens[1:, None]
     visible = (rows >= start) & (rows < stop)
     if spec.window is None:
         return visible
     if plan.window_meaning == "position":
-        return visible & (row_positions[None, :] > positions[:, None] - spec.window)
+        return visible & (row_positions > positions[:, None] - spec.window)
     return visible & (rows > stop + step - spec.window)
 
 

@@ -26,6 +26,7 @@ from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
 from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
 from uniprefill_jax.sampling import SamplingKind, SamplingNumbers
+from uniprefill_jax.sparsify.buckets import prompt_bucket
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 from uniprefill_jax.sparsify.methods.protocol import Method
 
@@ -48,7 +49,8 @@ class _PrefilledBatch:
     plan: PrefillPlan
     output: PrefillOutput
     results: list[PrefillResult]
-    new_tokens: int  # to compile decode programs for, at least
+    longest: int  # rows of a prompt to compile decode programs for, at least
+    new_tokens: int  # likewise
 
 
 class _DecodedPiece(NamedTuple):
@@ -325,7 +327,8 @@ class LLM:
         seconds = time.perf_counter() - start
         host = jax.device_get(output._replace(caches={}))
         results = [self._result(plan, host, request, seconds, compile_seconds) for request in range(len(prompts))]
-        return _PrefilledBatch(programs, plan, output, results, 1 if shape is None else shape.new_tokens)
+        longest, new_tokens = (prompt_bucket(max(lengths)), 1) if shape is None else (shape.length, shape.new_tokens)
+        return _PrefilledBatch(programs, plan, output, results, longest, new_tokens)
 
     def _result(
         self, plan: PrefillPlan, output: PrefillOutput, request: int, seconds: float, compile_seconds: float
@@ -386,7 +389,8 @@ class LLM:
         """Tokens of every request, `steps` at a time, until all have ended or the last one's limit is reached."""
         programs, slots, count = batch.programs, batch.plan.num_requests, len(batch.results)
         limit, some_given = max(limits), any(given)
-        plan = DecodePlan.after(batch.plan, _capacity(max(limit, batch.new_tokens)), logprobs=some_given)
+        capacity = _capacity(max(limit, batch.new_tokens))
+        plan = DecodePlan.after(batch.plan, capacity, longest=batch.longest, logprobs=some_given)
         wanted = np.full((plan.capacity, slots), -1, np.int32)
         for request, tokens in enumerate(given):
             wanted[: len(tokens), request] = tokens

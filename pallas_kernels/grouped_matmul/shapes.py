@@ -35,7 +35,7 @@ DENSE_SHAPES = tuple(
     for rows in (4096, 32768)
     for inner, columns in ((4096, 14336), (14336, 4096), (4096, 6144))
 )
-# Queries, keys and values of Llama-3.1-8B in one launch, of a prompt and of a decode step: rows, inner, columns, stacked.
+# Queries, keys and values of Llama-3.1-8B in one launch, of a prompt and of a decode step: rows, inner, columns, stack.
 JOINT_SHAPES = ((4096, 4096, (4096, 1024, 1024), 4), (64, 4096, (4096, 1024, 1024), 4))
 # Plain products of a decode step of 16 requests, and of one of 64.
 DECODE_SHAPES = tuple(

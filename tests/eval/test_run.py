@@ -60,7 +60,7 @@ def run(llm: LLM, cases: list[Case], path: Path, kill_after: int | None = None) 
             raise Killed
 
     store = AnswerStore(path, COMMON, SETTINGS)
-    run_cases(llm, cases, SETTINGS, store, batch_shapes(cases, 2), count)
+    run_cases(llm, cases, SETTINGS, store, batch_shapes(llm, cases, 2), count)
     rows = result_rows(store.answers.values(), SETTINGS, COMMON)
     return [{name: value for name, value in row.items() if "ms" not in name and "ttft" not in name} for row in rows]
 
@@ -148,7 +148,7 @@ def test_methods_answer_cases(tiny: LLM, cases: list[Case], tmp_path: Path):
     """A method that changes decoding alone changes the losses of what follows, and takes all operations of dense."""
     settings = parse_settings([], methods=["streaming_llm:sinks=2:recent=16"])
     store = AnswerStore(tmp_path / "answers.jsonl", COMMON, settings)
-    run_cases(tiny, cases[:2], settings, store, batch_shapes(cases[:2], 2))
+    run_cases(tiny, cases[:2], settings, store, batch_shapes(tiny, cases[:2], 2))
     dense, row = result_rows(store.answers.values(), settings, COMMON)
     assert row["method"] == "streaming_llm" and row["diff"] != 0 and row["flop_fraction"] == 1.0
     print_summary(console := Console(record=True, width=150), [dense, row])

@@ -6,6 +6,7 @@ import pytest
 import uniprefill_jax as up
 from tests.oracle.small_models import SMALL_MODELS, make_prompt
 from tests.parity.compare import greedy, relative_error
+from uniprefill_jax import decode
 
 LENGTHS = (1, 127, 128, 256, 257, 700, 2048, 3001)
 SETTINGS = {
@@ -57,3 +58,28 @@ def test_decoding_a_ragged_batch_equals_each_prompt_alone(small_llm) -> None:
     for number in (2, 5):
         alone = llm.generate([prompts[number]], config, greedy())[0]
         assert alone.token_ids == together[number].token_ids
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_decoding_with_every_requests_rows_apart_changes_nothing(name: str, small_llm, monkeypatch) -> None:
+    """A batch with far more rows than its longest prompt, with each request's rows taken out and with all rows."""
+    llm = small_llm(name)
+    config = up.UniPrefillConfig(**SETTINGS[name] | dict(sink_tokens=64, window_tokens=32, top_p=0.4))
+    vocabulary = SMALL_MODELS[name].config["vocab_size"]
+    prompts = [make_prompt(vocabulary, length, 5).tolist() for length in (1, 300, 257, 319, 320, 256)]
+    continuations = [make_prompt(vocabulary, 9, number).tolist() for number in range(6)]
+    plans, real = [], decode.DecodePlan.after
+
+    def after(*arguments, **options) -> decode.DecodePlan:
+        plans.append(real(*arguments, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(decode.DecodePlan, "after", after)
+    apart = llm.generate(prompts, config, greedy(), continuations=continuations)
+    monkeypatch.setattr(decode, "COST_OF_TAKING", 100)
+    whole = llm.generate(prompts, config, greedy(), continuations=continuations)
+    assert plans[0].rows_apart == 320 and plans[1].rows_apart is None
+    assert any(len(kept) < 300 for kept in apart[1].prefill.kept_positions.values())
+    for ours, theirs in zip(apart, whole, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        np.testing.assert_allclose(ours.continuation_logprobs, theirs.continuation_logprobs, rtol=1e-5)

@@ -309,7 +309,7 @@ def _run(
         resolve_drop_layers(Method.of(setting.config).dropping, llm.config)
     store = AnswerStore(answers, labels | {"device": device_name(), "batch_size": batch_size}, settings)
     with showing_progress(console) as report:
-        progress = run_cases(llm, cases, settings, store, batch_shapes(cases, batch_size), report)
+        progress = run_cases(llm, cases, settings, store, batch_shapes(llm, cases, batch_size), report)
     print_phases(console, progress)
     asked = {case.key for case in cases}
     found = [answer for answer in store.answers.values() if (answer.length, answer.task, answer.index) in asked]

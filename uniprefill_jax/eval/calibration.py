@@ -108,7 +108,7 @@ class Calibrator:
         self.search, self.held_out = _divide(cases)
         # Every round runs in the shapes of the first, so that a family is compiled once.
         first = min(map(len, _groups(_share(self.search, ROUND_SHARES[0]))))
-        self.shapes = batch_shapes(cases, batch_size or first)
+        self.shapes = batch_shapes(llm, cases, batch_size or first)
         needed = 3 * 100 / max_loss
         if len(self.held_out) < needed:
             raise InputError(

@@ -1,6 +1,5 @@
 """Runs cases under every setting, the same prompts for all, in batches that share compiled programs."""
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import jax
+import jax.numpy as jnp
 
+from uniprefill_jax.cache.pools import attention_layers, bytes_of_page
 from uniprefill_jax.config import BatchShape, SamplingConfig
 from uniprefill_jax.errors import InputError
 from uniprefill_jax.eval.cases import Case
@@ -17,11 +18,11 @@ from uniprefill_jax.eval.store import Answer, AnswerStore, fingerprint
 from uniprefill_jax.llm import LLM
 from uniprefill_jax.sparsify.buckets import prompt_bucket
 
-# Decoding attends from every request of a batch to the rows of all: its cost grows with requests squared times length.
-# On an accelerator so much of it costs about as much as the rest of a small model's step; a CPU can afford less.
-REQUESTS_SQUARED_TIMES_LENGTH = {"cpu": 2**14}
-ON_ACCELERATORS = 2**21
-MOST_REQUESTS = 64
+# A decode step of a small model costs an accelerator nearly the same for one request as for many, so batches are as
+# large as memory allows; a CPU gains little from large ones.
+ROWS_ON_CPU = 2**13
+BYTES_ON_ACCELERATORS = 2**34
+MOST_REQUESTS = 128
 
 
 @dataclass
@@ -95,21 +96,28 @@ def check_lengths(llm: LLM, cases: Sequence[Case]) -> None:
             )
 
 
-def batch_shapes(cases: Sequence[Case], batch_size: int | None) -> dict[int, BatchShape]:
+def batch_shapes(llm: LLM, cases: Sequence[Case], batch_size: int | None) -> dict[int, BatchShape]:
     """By length, one size for all batches: the longest prompt of any task, and as many prompts as suit the device.
 
     `batch_size` overrides the number of prompts.
     """
-    affordable = REQUESTS_SQUARED_TIMES_LENGTH.get(jax.default_backend(), ON_ACCELERATORS)
+    affordable = ROWS_ON_CPU if jax.default_backend() == "cpu" else BYTES_ON_ACCELERATORS // _bytes_of_row(llm)
     shapes = {}
     for of_length in _grouped(cases, lambda case: case.length):
         length = prompt_bucket(max(len(case.prompt) for case in of_length))
         most = max(Counter(case.max_tokens for case in of_length).values())
-        power = max(0, math.floor(math.log2(affordable / length) / 2 + 0.5))
+        power = max(affordable // length, 1).bit_length() - 1
         requests = min(batch_size or min(2**power, MOST_REQUESTS), most)
         new_tokens = max(len(case.continuation) + case.max_tokens for case in of_length)
         shapes[of_length[0].length] = BatchShape(requests, length, new_tokens)
     return shapes
+
+
+def _bytes_of_row(llm: LLM) -> int:
+    """What a prompt token takes in all caches, and about what it takes in one layer while that is computed."""
+    config = llm.config
+    cached = len(attention_layers(config)) * bytes_of_page(config, 1, llm.dtype)
+    return cached + jnp.dtype(llm.dtype).itemsize * (4 * config.hidden_size + 2 * config.intermediate_size)
 
 
 def _answer(llm: LLM, batch: list[Case], setting: Setting, shape: BatchShape, progress: Progress) -> list[Answer]:

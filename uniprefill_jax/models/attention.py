@@ -55,7 +55,8 @@ class AttentionStep:
     Attributes:
         prompt: the layer's cache from the prefill.
         generated: keys and values of generated tokens, [capacity, B, KV, d].
-        prompt_visible: which prompt rows each request sees.
+        prompt_rows: the rows of the cache that each request may see; None: all.
+        prompt_visible: which of them it sees.
         generated_visible: which generated tokens each request sees, the current one included.
         step: number of tokens generated before the current one: where it is written.
         rope: cosines and sines of each request's current position.
@@ -63,7 +64,8 @@ class AttentionStep:
 
     prompt: AttentionCache
     generated: AttentionCache
-    prompt_visible: Bool[Array, "B T"]
+    prompt_rows: Int32[Array, "B rows"] | None
+    prompt_visible: Bool[Array, "B rows"]
     generated_visible: Bool[Array, "B capacity"]
     step: Int32[Array, ""]
     rope: tuple[Float[Array, "B half"], Float[Array, "B half"]]
@@ -174,12 +176,12 @@ class Attention(nnx.Module):
             )
         )
         with jax.named_scope(f"decode_attention_{self.layer.mixer}"):
-            visible = (view.prompt_visible, view.generated_visible)
+            seen = (view.prompt_visible, view.generated_visible, view.prompt_rows)
             output = over_heads(
                 partial(_attend_step, scale=self.scale),
                 queries,
                 (*view.prompt, *generated),
-                *visible,
+                *seen,
                 head_axis=1,
                 out_specs=PartitionSpec(None, TENSOR),
             )
@@ -317,23 +319,27 @@ def _attend_step(
     prompt_values: Float[Array, "T KV d"],
     generated_keys: Float[Array, "capacity B KV d"],
     generated_values: Float[Array, "capacity B KV d"],
-    prompt_visible: Bool[Array, "B T"],
+    prompt_visible: Bool[Array, "B rows"],
     generated_visible: Bool[Array, "B capacity"],
+    prompt_rows: Int32[Array, "B rows"] | None,
     *,
     scale: float,
 ) -> Float[Array, "B H d"]:
     """Attention of one query per request over prompt rows and generated tokens."""
     batch, num_heads, head_dim = queries.shape
-    num_prompt, num_kv_heads, _ = prompt_keys.shape
+    num_prompt, num_kv_heads = prompt_visible.shape[1], prompt_keys.shape[1]
     grouped = queries.reshape(batch, num_kv_heads, -1, head_dim)
-    to_prompt = jnp.einsum("bkgd,tkd->bkgt", grouped, prompt_keys, preferred_element_type=jnp.float32)
+    prompt = "tkd"
+    if prompt_rows is not None:
+        prompt_keys, prompt_values = prompt_keys[prompt_rows], prompt_values[prompt_rows]
+        prompt = "btkd"
+    to_prompt = jnp.einsum(f"bkgd,{prompt}->bkgt", grouped, prompt_keys, preferred_element_type=jnp.float32)
     to_generated = jnp.einsum("bkgd,cbkd->bkgc", grouped, generated_keys, preferred_element_type=jnp.float32)
     scores = [_masked(to_prompt * scale, prompt_visible), _masked(to_generated * scale, generated_visible)]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(generated_values.dtype)
     from_prompt, from_generated = weights[..., :num_prompt], weights[..., num_prompt:]
-    output = jnp.einsum("bkgt,tkd->bkgd", from_prompt, prompt_values, preferred_element_type=jnp.float32) + jnp.einsum(
-        "bkgc,cbkd->bkgd", from_generated, generated_values, preferred_element_type=jnp.float32
-    )
+    output = jnp.einsum(f"bkgt,{prompt}->bkgd", from_prompt, prompt_values, preferred_element_type=jnp.float32)
+    output += jnp.einsum("bkgc,cbkd->bkgd", from_generated, generated_values, preferred_element_type=jnp.float32)
     return output.reshape(batch, num_heads, head_dim).astype(queries.dtype)
 
 
