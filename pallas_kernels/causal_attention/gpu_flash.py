@@ -1,17 +1,14 @@
 """Flash attention with wgmma and TMA (Mosaic GPU): the kernel behind `causal_attention` and `chunk_attention`.
 
-One program handles one tile of query rows of one head: a few compute warpgroups of 64 rows each, and a memory
-warpgroup that streams key and value tiles through shared memory. In every step a warpgroup has two products in flight:
-the scores of this tile of keys, and the weights of the previous tile times its values. The softmax of this tile runs
-while the second product does, and while the other warpgroups keep the matrix units busy.
+One program handles one tile of query rows of one head: a few compute warpgroups of 64 rows each, which do the steps of
+`gpu_steps`, and a memory warpgroup that streams key and value tiles through shared memory.
 
 Which key tiles a program visits follows from the rows' first visible ones at run time: from the first tile that its
 first row sees to the causal diagonal. Only tiles that some row sees in part are masked. Programs start in order of
 falling work, so that the longest do not end last.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.causal_attention.gpu_steps import LAYOUT, ROWS, Stream, attend, consumer_registers, iota
 from pallas_kernels.causal_attention.key_rows import KeyRows
-from pallas_kernels.causal_attention.shapes import LN_2, LOG2_E
+from pallas_kernels.causal_attention.shapes import LN_2
 
-ROWS = 64  # query rows of one warpgroup's wgmma
-LOWEST = -1e30  # what a running maximum starts from: finite, so that rows that have seen nothing yet make no NaN
 PIECE = 8  # rows of which copies to shared memory are multiples
 
 # Columns of the tile table; the last two repeat for every warpgroup.
@@ -126,8 +122,7 @@ def flash_attention(
     pieces = step_keys // piece
     if page_tables is not None:
         keys, values = (pages.reshape(-1, head_dim) for pages in (keys, values))
-    factor = scale * LOG2_E
-    layout = mgpu.Layout.WGMMA
+    layout = LAYOUT
     producer = tiling.warpgroups
 
     def body(table_gmem, starts_gmem, q_gmem, k_gmem, v_gmem, last_gmem, *rest):
@@ -209,7 +204,7 @@ def flash_attention(
 
         @pl.when(warpgroup < producer)
         def _consume():
-            mgpu.set_max_registers(_consumer_registers(tiling.warpgroups), action="increase")
+            mgpu.set_max_registers(consumer_registers(tiling.warpgroups), action="increase")
             own_query = pl.multiple_of(first_query + warpgroup * ROWS, ROWS)
             own_row = first_row + warpgroup * ROWS
             own_first = jnp.minimum(table_gmem[rank, FIRST + 2 * warpgroup], end)
@@ -250,93 +245,26 @@ def flash_attention(
                 start = mgpu.load(starts_gmem.at[pl.ds(own_query, ROWS)], layout=layout.reduce(1), optimized=False)
                 mgpu.barrier_wait(q_ready.at[warpgroup])
 
-                def weigh(scores, step, maximum, total, masked):
-                    visible = None
-                    if masked:
-                        row = mgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout) + own_row
-                        column = mgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout) + step * step_keys
-                        visible = (column <= row) & (column >= lax.broadcast_in_dim(start, scores.shape, [0]))
-                    return _weigh(scores, visible, factor, maximum, total)
+                def visible(step):
+                    shape = (ROWS, step_keys)
+                    row = iota(shape, 0) + own_row
+                    column = iota(shape, 1) + step * step_keys
+                    return (column <= row) & (column >= lax.broadcast_in_dim(start, shape, [0]))
 
-                def score(accumulator, slot):
-                    mgpu.wgmma(accumulator, q_smem.at[warpgroup], k_smem.at[slot].transpose((1, 0)))
-
-                scores_type = mgpu.WGMMAAccumulatorRef((ROWS, step_keys), jnp.float32)
-
-                def advance(step, carry, *, masked):
-                    """Scores and weights of this step while the previous step's weights meet their values."""
-                    result, maximum, total, weights = carry
-                    slot, previous = slot_of(step), slot_of(step - 1)
-
-                    # The new weights stay float32 until the product of the old ones is done: narrowed before that, they
-                    # would go to the registers that it reads, and the compiler would run one after the other.
-                    def products(result_ref, maximum_ref, total_ref, shrink_ref, weights_ref):
-                        def both(scores_ref):
-                            score(scores_ref, slot)
-                            mgpu.wgmma(result_ref, weights, v_smem.at[previous])
-                            return mgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
-
-                        scores = pl.run_scoped(both, scores_type)
-                        mgpu.barrier_arrive(k_free.at[slot])
-                        higher, total, shrink, new = weigh(scores, step, maximum_ref[...], total_ref[...], masked)
-                        maximum_ref[...] = higher
-                        total_ref[...] = total
-                        shrink_ref[...] = shrink
-                        weights_ref[...] = new
-
-                    mgpu.barrier_wait(k_ready.at[slot])
-                    mgpu.barrier_wait(v_ready.at[previous])
-                    if not interpretable:
-                        blank = mgpu.layout_cast(jnp.zeros((ROWS, step_keys), jnp.float32), layout)
-                        state = (mgpu.WGMMAAccumulatorRef.init(result), maximum, total, maximum, blank)
-                        updated: Any = pl.run_state(lambda refs: products(*refs))(state)
-                        result, maximum, total, shrink, new = updated
-                    else:
-                        scores = pl.run_scoped(lambda ref: (score(ref, slot), ref[...])[1], scores_type)
-                        result = result + value(weights, previous)
-                        mgpu.barrier_arrive(k_free.at[slot])
-                        maximum, total, shrink, new = weigh(scores, step, maximum, total, masked)
-                    mgpu.barrier_arrive(v_free.at[previous])
-                    result = result * lax.broadcast_in_dim(shrink, result.shape, [0])
-                    return result, maximum, total, lax.optimization_barrier(new.astype(dtype))
-
-                def value(weights, slot):
-                    product = jnp.dot(weights, v_smem[slot], preferred_element_type=jnp.float32)
-                    mgpu.commit_smem()  # an ordinary read: it ends before the copy that reuses the slot starts
-                    return product
-
-                def first_scores(accumulator):
-                    mgpu.barrier_wait(k_ready.at[slot_of(own_first)])
-                    score(accumulator, slot_of(own_first))
-                    return accumulator[...]
-
-                scores = pl.run_scoped(first_scores, scores_type)
-                mgpu.barrier_arrive(k_free.at[slot_of(own_first)])
-                reduced = layout.reduce(1)
-                maximum = mgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), reduced)
-                total = mgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), reduced)
-                maximum, total, _, weights = weigh(scores, own_first, maximum, total, True)
-                result = mgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), layout)
-                carry = (result, maximum, total, lax.optimization_barrier(weights.astype(dtype)))
-                # Three loops rather than one that decides in every step: that was up to a tenth slower.
-                masked_step = functools.partial(advance, masked=True)
-                carry = lax.fori_loop(own_first + 1, whole_first, masked_step, carry)
-                carry = lax.fori_loop(whole_first, whole_end, functools.partial(advance, masked=False), carry)
-                result, maximum, total, weights = lax.fori_loop(whole_end, own_end, masked_step, carry)
-                last = slot_of(own_end - 1)
-                mgpu.barrier_wait(v_ready.at[last])
-                if not interpretable:
-                    accumulator = mgpu.WGMMAAccumulatorRef.init(result)
-                    final: Any = pl.run_state(lambda ref: mgpu.wgmma(ref, weights, v_smem.at[last]))(accumulator)
-                else:
-                    final = result + value(weights, last)
-                mgpu.barrier_arrive(v_free.at[last])
-                row = mgpu.broadcasted_iota(jnp.int32, (ROWS, head_dim), 0, layout=layout) + own_row
-                final = final * lax.broadcast_in_dim(1.0 / total, final.shape, [0])
+                rings = (k_smem, v_smem, k_ready, v_ready, k_free, v_free)
+                sums = attend(
+                    Stream(q_smem.at[warpgroup], *rings, slot_of),
+                    own_first,
+                    ((whole_first, visible), (whole_end, None), (own_end, visible)),
+                    scale=scale,
+                    interpretable=interpretable,
+                )
+                row = iota((ROWS, head_dim), 0) + own_row
+                final = sums.result * lax.broadcast_in_dim(1.0 / sums.total, sums.result.shape, [0])
                 write(jnp.where(row < count, final, 0.0).astype(dtype))
                 if lse_gmem is not None:
-                    row = mgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=reduced) + own_row
-                    lse = (maximum + jnp.log2(total)) * LN_2
+                    row = iota((ROWS,), 0, layout.reduce(1)) + own_row
+                    lse = (sums.maximum + jnp.log2(sums.total)) * LN_2
                     lse_gmem[head, pl.ds(own_query, ROWS)] = jnp.where(row < count, lse, 0.0)
 
             @pl.when((own_row >= count) & (own_query < rows))
@@ -376,25 +304,3 @@ def flash_attention(
         compiler_params=mgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(table, row_start, queries, keys, values, last_values, *(() if page_tables is None else (page_tables,)))
     return found[0], found[1] if return_lse else None
-
-
-def _weigh(scores, visible, factor, maximum, total):
-    """The running maximum (of scores in units of log2) and sum, what earlier results shrink by, and the weights."""
-    if visible is None:
-        higher = jnp.maximum(maximum, scores.max(axis=1) * factor)
-        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(higher, scores.shape, [0]))
-    else:
-        scores = jnp.where(visible, scores * factor, -jnp.inf)
-        higher = jnp.maximum(maximum, scores.max(axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(higher, scores.shape, [0]))
-    shrink = jnp.exp2(maximum - higher)
-    return higher, total * shrink + weights.sum(axis=1), shrink, weights
-
-
-def _consumer_registers(warpgroups: int) -> int:
-    """Registers per thread of a compute warpgroup once the memory warpgroup has given up all but 24.
-
-    What can be shared out is what the program was launched with: the register file over its threads, in eights.
-    """
-    launched = min(65536 // (128 * (warpgroups + 1)) // 8 * 8, 240)
-    return min(240, (launched * (warpgroups + 1) - 24) // warpgroups // 8 * 8)
