@@ -3,10 +3,32 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.block_sparse_attention import gpu
+from pallas_kernels.block_sparse_attention.blocks import count_blocks
 from pallas_kernels.block_sparse_attention.reference import block_sparse_attention_reference
-from pallas_kernels.platform import Backend
+from pallas_kernels.platform import Backend, Kernels, kernels_of
 
-_BACKENDS = {"reference": block_sparse_attention_reference}
+_BACKENDS = {"reference": block_sparse_attention_reference, "mosaic_gpu": gpu.block_sparse_attention_mosaic_gpu}
+
+
+def choose_backend(
+    *,
+    heads: int = 32,
+    kv_heads: int = 8,
+    head_dim: int = 128,
+    block_size: int = 128,
+    dtype: str = "bfloat16",
+    platform: str | None = None,
+) -> Kernels:
+    """Name the backend that `backend="auto"` takes for these shapes on `platform` (default: what jax runs on).
+
+    The kernel on Hopper GPUs, for the shapes that it takes; else the reference, whose time does not go with what is
+    kept. There is no kernel for TPUs.
+    """
+    if kernels_of(platform) != "mosaic_gpu":
+        return "reference"
+    reason = gpu.unsupported(heads, kv_heads, head_dim, block_size, jnp.dtype(dtype))
+    return "mosaic_gpu" if reason is None else "reference"
 
 
 def block_sparse_attention(
@@ -36,21 +58,31 @@ def block_sparse_attention(
         columns: rows, counted within the request and rising, that all later ones see; the int32 maximum is none.
         block_size: rows of a block.
         scale: factor on ``q . k`` before the softmax.
-        backend: "auto" is the reference, so far the only one.
+        backend: "auto" is `choose_backend`; a backend that is named is used or refused, never replaced.
 
     Returns:
-        Outputs of the type of `queries`; 0 in padding rows. Scores and softmax are float32.
+        Outputs of the type of `queries`; 0 in padding rows. Scores and softmax are float32; weights are rounded to the
+        type of `values` before they are multiplied.
 
     Raises:
-        ValueError: shapes that do not fit together, or another backend.
+        ValueError: shapes or types that do not fit together, or that the named backend cannot take.
     """
     rows, heads, head_dim = queries.shape
     if keys.shape != values.shape or keys.shape[::2] != (rows, head_dim) or heads % keys.shape[1]:
         raise ValueError(f"block_sparse_attention: queries {queries.shape}, keys {keys.shape}, values {values.shape}")
-    needed = -(-rows // block_size) + cu_seqlens.shape[0] - 2
+    if not queries.dtype == keys.dtype == values.dtype:
+        raise ValueError(
+            f"block_sparse_attention: queries are {queries.dtype}, keys {keys.dtype}, values {values.dtype}; cast to "
+            "one type"
+        )
+    needed = count_blocks(rows, cu_seqlens.shape[0] - 1, block_size)
     if block_mask.shape[0] != heads or min(block_mask.shape[1:]) < needed:
         raise ValueError(f"block_sparse_attention: block_mask is {block_mask.shape}; use {(heads, needed, needed)}")
-    chosen = "reference" if backend == "auto" else backend
+    chosen = backend
+    if backend == "auto":
+        chosen = choose_backend(
+            heads=heads, kv_heads=keys.shape[1], head_dim=head_dim, block_size=block_size, dtype=str(queries.dtype)
+        )
     if chosen not in _BACKENDS:
         raise ValueError(
             f"block_sparse_attention: backend is {backend!r}; use 'auto', {', '.join(map(repr, _BACKENDS))}"

@@ -19,6 +19,9 @@ from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels.block_score import block_score
 from pallas_kernels.block_score import shapes as score_shapes
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.block_sparse_attention import shapes as sparse_shapes
+from pallas_kernels.block_sparse_attention.blocks import count_blocks
 from pallas_kernels.causal_attention import causal_attention
 from pallas_kernels.causal_attention import shapes as attention_shapes
 from pallas_kernels.chunk_attention import ChunkRows, chunk_attention
@@ -157,6 +160,17 @@ def programs(every_shape: bool):
             prefill,
             (queries, pages, pages, table, starts, *[((shape.batch,), "int32")] * 3),
         )
+    for shape in getattr(sparse_shapes, which):
+        heads, kv_heads, head_dim = shape.heads
+
+        def attend_sparsely(backend, *arrays, block_size=shape.block_size, head_dim=head_dim):
+            return block_sparse_attention(*arrays, block_size=block_size, scale=head_dim**-0.5, backend=backend)
+
+        queries, keys = (((shape.rows, h, head_dim), "bfloat16") for h in (heads, kv_heads))
+        count = count_blocks(shape.rows, shape.batch, shape.block_size)
+        columns = [((heads, shape.batch, shape.columns), "int32")] if shape.columns else []
+        arrays = (queries, keys, keys, ((shape.batch + 1,), "int32"), ((heads, count, count), "bool"), *columns)
+        yield f"block_sparse_attention {shape}", attend_sparsely, arrays
 
 
 def device_of(target: str):
@@ -173,8 +187,8 @@ def main(target: str, every_shape: bool) -> None:
     """Compile all programs for `target`; the first that does not compile raises."""
     device, platform, backend = device_of(target)
     for name, function, arguments in programs(every_shape):
-        if platform == "tpu" and name.startswith("row_norms"):
-            continue  # there is no such kernel for TPUs, and no need of one
+        if platform == "tpu" and name.startswith(("row_norms", "block_sparse_attention")):
+            continue  # there are no such kernels for TPUs
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=device) for shape, dtype in arguments]
         traced = jax.jit(lambda *a, function=function: function(backend, *a)).trace(*shapes)
         program = traced.lower(lowering_platforms=(platform,)).compile()

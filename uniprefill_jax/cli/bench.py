@@ -289,7 +289,8 @@ def kernels(
     only: Annotated[
         str,
         typer.Option(
-            help="Some of drop, causal_attention, chunk_attention, paged_attention, gated_delta_rule, grouped_matmul."
+            help="Some of drop, causal_attention, chunk_attention, block_sparse_attention, paged_attention, "
+            "gated_delta_rule, grouped_matmul."
         ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Short inputs and fewer repeats, as on CPUs always.")] = False,

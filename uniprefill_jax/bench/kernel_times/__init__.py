@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from uniprefill_jax.bench.kernel_times import (
+    block_sparse_attention,
     causal_attention,
     chunk_attention,
     drop,
@@ -17,6 +18,7 @@ BENCHMARKS: dict[str, Callable[[Conditions, Report], None]] = {
     "drop": drop.measure,
     "causal_attention": causal_attention.measure,
     "chunk_attention": chunk_attention.measure,
+    "block_sparse_attention": block_sparse_attention.measure,
     "paged_attention": paged_attention.measure,
     "gated_delta_rule": gated_delta_rule.measure,
     "grouped_matmul": grouped_matmul.measure,
