@@ -95,12 +95,12 @@ def _gather(
     is_some = columns < NOWHERE
     place = jnp.where(is_some, blocks.cu_blocks[:-1, None] * blocks.size + columns, 0)
     kv_head = (jnp.arange(heads, dtype=jnp.int32) // (heads // kv_heads))[:, None, None]
-    by_head = [array[place, kv_head].reshape(-1, head_dim) for array in (keys, values)]
+    own_keys, own_values = (array[place, kv_head].reshape(-1, head_dim) for array in (keys, values))
     block = jnp.arange(mask.shape[1], dtype=jnp.int32)
     at = jnp.where(is_some, place // blocks.size, NOWHERE)[:, blocks.owner]
     earlier = at < block[:, None]  # those of a block's own rows are seen with it
     kept = jnp.take_along_axis(mask, jnp.minimum(at, len(block) - 1), axis=2)
-    return Columns(*by_head, (earlier & ~kept).astype(jnp.int32))
+    return Columns(own_keys, own_values, (earlier & ~kept).astype(jnp.int32))
 
 
 def _tiles(

@@ -107,10 +107,10 @@ def exact(shape: Shape, row: jax.Array, *inputs: jax.Array) -> jax.Array:
         visible |= jax.vmap(lambda at: jnp.zeros(shape.rows, bool).at[at].set(True))(first + columns[0][:, request])
     visible &= (place >= first) & (place <= row)
     query = queries[row].reshape(keys.shape[1], -1, queries.shape[2]).astype(jnp.float32)
-    precise = {"precision": jax.lax.Precision.HIGHEST}
-    scores = jnp.einsum("kgd,tkd->kgt", query, keys.astype(jnp.float32), **precise) * queries.shape[2] ** -0.5
+    product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    scores = product("kgd,tkd->kgt", query, keys.astype(jnp.float32)) * queries.shape[2] ** -0.5
     weights = jax.nn.softmax(jnp.where(visible.reshape(scores.shape), scores, -jnp.inf), axis=-1)
-    output = jnp.einsum("kgt,tkd->kgd", weights, values.astype(jnp.float32), **precise)
+    output = product("kgt,tkd->kgd", weights, values.astype(jnp.float32))
     return output.reshape(queries.shape[1:])
 
 
