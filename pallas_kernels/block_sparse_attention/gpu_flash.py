@@ -17,9 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.block_sparse_attention.masks import WORD, Columns
 from pallas_kernels.causal_attention.gpu_steps import LAYOUT, ROWS, Stream, attend, consumer_registers, iota
-
-WORD = 32  # blocks of one word of bits
 
 
 class Tiling(NamedTuple):
@@ -43,32 +42,16 @@ class Tiles(NamedTuple):
         head: query head.
         block: number of its block among all blocks of the layout.
         rows: rows that it has; the others of its block are padding. Less than none is no tile at all.
-        columns: its first gathered column.
-        column_steps: steps of columns.
-        first_word: the first word of its bits that is looked at.
-        steps: all its steps.
+        first_column, column_steps, first_word, steps: as in `Steps`.
     """
 
     head: Int32[Array, " tiles"]
     block: Int32[Array, " tiles"]
     rows: Int32[Array, " tiles"]
-    columns: Int32[Array, " tiles"]
+    first_column: Int32[Array, " tiles"]
     column_steps: Int32[Array, " tiles"]
     first_word: Int32[Array, " tiles"]
     steps: Int32[Array, " tiles"]
-
-
-class Columns(NamedTuple):
-    """Keys and values of single columns, gathered.
-
-    Attributes:
-        keys, values: by query head, request and number of the column, in whole steps.
-        seen: whether a block of rows sees a column and does not see it within a block; 1 or 0.
-    """
-
-    keys: Float[Array, "columns d"]
-    values: Float[Array, "columns d"]
-    seen: Int32[Array, "H Q C"]
 
 
 def flash_attention(
@@ -144,7 +127,7 @@ def flash_attention(
                 return step + per_block
 
             def load_columns(step, _):
-                place = pl.ds(pl.multiple_of(tile.columns + (step - per_block) * step_keys, step_keys), step_keys)
+                place = pl.ds(pl.multiple_of(tile.first_column + (step - per_block) * step_keys, step_keys), step_keys)
                 load(step, column_refs[0].at[place], column_refs[1].at[place])
                 return ()
 
