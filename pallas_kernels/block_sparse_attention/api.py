@@ -3,12 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.block_sparse_attention import gpu
+from pallas_kernels.block_sparse_attention import gpu, tpu
 from pallas_kernels.block_sparse_attention.blocks import count_blocks
 from pallas_kernels.block_sparse_attention.reference import block_sparse_attention_reference
 from pallas_kernels.platform import Backend, Kernels, kernels_of
 
-_BACKENDS = {"reference": block_sparse_attention_reference, "mosaic_gpu": gpu.block_sparse_attention_mosaic_gpu}
+_BACKENDS = {
+    "reference": block_sparse_attention_reference,
+    "mosaic_gpu": gpu.block_sparse_attention_mosaic_gpu,
+    "mosaic_tpu": tpu.block_sparse_attention_mosaic_tpu,
+}
 
 
 def choose_backend(
@@ -22,13 +26,15 @@ def choose_backend(
 ) -> Kernels:
     """Name the backend that `backend="auto"` takes for these shapes on `platform` (default: what jax runs on).
 
-    The kernel on Hopper GPUs, for the shapes that it takes; else the reference, whose time does not go with what is
-    kept. There is no kernel for TPUs.
+    The kernel wherever the machine has one that takes the shape; on Hopper float32 inputs go to the reference, because
+    the matrix units have no float32 product. The time of the reference does not go with what is kept.
     """
-    if kernels_of(platform) != "mosaic_gpu":
-        return "reference"
-    reason = gpu.unsupported(heads, kv_heads, head_dim, block_size, jnp.dtype(dtype))
-    return "mosaic_gpu" if reason is None else "reference"
+    backend = kernels_of(platform)
+    if backend == "reference":
+        return backend
+    unsupported = gpu.unsupported if backend == "mosaic_gpu" else tpu.unsupported
+    reason = unsupported(heads, kv_heads, head_dim, block_size, jnp.dtype(dtype))
+    return backend if reason is None else "reference"
 
 
 def block_sparse_attention(

@@ -11,7 +11,7 @@ from pallas_kernels.block_score.shapes import FAMILIES, SMOLLM2_135M
 from pallas_kernels.block_sparse_attention import block_sparse_attention, choose_backend
 from pallas_kernels.block_sparse_attention.gpu import block_sparse_attention_mosaic_gpu
 from pallas_kernels.platform import kernels_of
-from tests.kernels.interpreters import interpreted
+from tests.kernels.interpreters import KERNELS, interpreted
 
 
 def batch(lengths, padding, heads, head_dim, size, columns, dtype, *, density=0.3, seed=8):
@@ -84,11 +84,15 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("lengths", "padding", "heads", "head_dim", "size", "columns", "masks", "scale"), INTERPRETED)
-def test_kernel_interpreted(lengths, padding, heads, head_dim, size, columns, masks, scale, capfd):
+def test_kernels_interpreted(backend, lengths, padding, heads, head_dim, size, columns, masks, scale, capfd):
     arguments = batch(lengths, padding, heads, head_dim, size, columns, jnp.bfloat16, **masks)
-    with interpreted("mosaic_gpu", capfd):
-        run = partial(block_sparse_attention_mosaic_gpu, block_size=size, scale=scale, interpretable=True)
+    run = partial(block_sparse_attention, backend=backend)
+    if backend == "mosaic_gpu":
+        run = partial(block_sparse_attention_mosaic_gpu, interpretable=True)
+    with interpreted(backend, capfd):
+        run = partial(run, block_size=size, scale=scale)
         found = jax.block_until_ready(jax.jit(run)(*arguments))
     assert relative_error(found, arguments, size, scale) < 4e-3
 
@@ -108,7 +112,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ("mosaic_gpu", 64, 64, "float32", "dtype is float32"),
         ("mosaic_gpu", 96, 64, "bfloat16", "head size is 96"),
         ("mosaic_gpu", 64, 32, "bfloat16", "block_size is 32"),
-        ("mosaic_tpu", 64, 64, "bfloat16", "backend is 'mosaic_tpu'"),
+        ("mosaic_tpu", 64, 64, "float16", "dtype is float16"),
+        ("mosaic_tpu", 80, 64, "bfloat16", "head size is 80"),
+        ("mosaic_tpu", 64, 256, "bfloat16", "block_size is 256"),
+        ("triton", 64, 64, "bfloat16", "backend is 'triton'"),
     ],
 )
 def test_what_a_backend_cannot_take_is_refused(backend, head_dim, size, dtype, names) -> None:
@@ -121,7 +128,8 @@ def test_what_a_backend_cannot_take_is_refused(backend, head_dim, size, dtype, n
 
 def test_automatic_choice() -> None:
     assert choose_backend(platform="cpu") == "reference"
-    assert choose_backend(platform="tpu") == "reference"
+    assert choose_backend(platform="tpu") == "mosaic_tpu"
+    assert choose_backend(platform="tpu", head_dim=80) == "reference"
 
 
 @pytest.mark.gpu
