@@ -164,7 +164,10 @@ def test_arrivals_follow_the_rate():
 KERNELS = [
     "paged_attention",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "causal_attention", "gated_delta_rule")),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("chunk_attention", "grouped_matmul")),
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("chunk_attention", "block_sparse_attention", "grouped_matmul")
+    ),
 ]
 
 
