@@ -18,7 +18,7 @@ def unsupported(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype
 
 
 def default_tiling(head_dim: int, block_size: int) -> Tiling:
-    """As many keys to a step, and tiles whose queries are held, as registers and shared memory have room for."""
+    """The fastest measured."""
     if block_size == 128:
         return {64: Tiling(1, 128, 4, 2), 128: Tiling(1, 128, 2, 2), 256: Tiling(1, 64, 2)}[head_dim]
     return {64: Tiling(2, 64, 4, 2), 128: Tiling(2, 64, 2, 2), 256: Tiling(1, 64, 2, 2)}[head_dim]
