@@ -30,13 +30,11 @@ class Tiling(NamedTuple):
         teams: tiles that a program handles side by side.
         keys: keys of one step, at most a block.
         stages: steps whose keys and values a team's ring holds.
-        queries: tiles whose queries shared memory holds: with 2 the next one's come early.
     """
 
     teams: int
     keys: int
     stages: int
-    queries: int = 1
 
 
 class Tiles(NamedTuple):
@@ -88,7 +86,7 @@ def flash_attention(
     heads, head_dim = queries.shape[1:]
     group = heads // keys.shape[1]
     dtype = queries.dtype
-    teams, step_keys, stages, held = tiling
+    teams, step_keys, stages = tiling
     warpgroups = block_size // ROWS  # of a team that compute
     computing = teams * warpgroups
     per_block = block_size // step_keys
@@ -107,32 +105,7 @@ def flash_attention(
         def tile_of(turn):
             # There and back: of the tiles of a turn, longest first, no team has the longest every time.
             place = jnp.where(lax.rem(turn, 2) == 0, place_of_team, at_once - 1 - place_of_team)
-            number = jnp.minimum(turn, turns - 1) * at_once + place
-            tile = Tiles(*(table_gmem[number, column] for column in range(len(Tiles._fields))))
-            return tile._replace(rows=jnp.where(turn < turns, tile.rows, -1))
-
-        def each_tile(handle):
-            """Calls `handle(turn, tile, upcoming, steps before it)`; every tile is looked up one turn ahead."""
-
-            def take(turn, carry):
-                before, *tile = carry
-                tile, upcoming = Tiles(*tile), tile_of(turn + 1)
-                handle(turn, tile, upcoming, before)
-                return before + tile.steps, *upcoming
-
-            return lax.fori_loop(0, turns, take, (jnp.int32(0), *tile_of(0)))[0]
-
-        def queries_of(turn):
-            return warpgroup * held + lax.rem(turn, held)
-
-        def rows_of(tile, first):
-            return pl.ds(pl.multiple_of(tile.block * block_size + first, ROWS), ROWS), tile.head
-
-        def fetch(turn, tile, first):
-            @pl.when(tile.rows > 0)
-            def _():
-                own = queries_of(turn)
-                mgpu.copy_gmem_to_smem(q_gmem.at[rows_of(tile, first)], q_smem.at[own], q_ready.at[own])
+            return Tiles(*(table_gmem[turn * at_once + place, column] for column in range(len(Tiles._fields))))
 
         def slot_of(step, before):
             return team * stages + lax.rem(before + step, stages)
@@ -187,16 +160,18 @@ def flash_attention(
             mgpu.barrier_wait(v_free.at[slot_of(step, 0)])
             return ()
 
-        def write(turn, tile, result, first):
-            own = queries_of(turn)
+        def write(tile, result, first):
             mgpu.commit_smem()  # until here other warps may have been reading the queries that lie there
-            q_smem[own] = result
+            q_smem[warpgroup] = result
             mgpu.commit_smem()
-            mgpu.copy_smem_to_gmem(q_smem.at[own], out_gmem.at[rows_of(tile, first)])
+            place = pl.ds(pl.multiple_of(tile.block * block_size + first, ROWS), ROWS)
+            mgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_gmem.at[place, tile.head])
             mgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        def consume(turn, tile, before, first):
-            mgpu.barrier_wait(q_ready.at[queries_of(turn)])
+        def consume(tile, before, first):
+            place = pl.ds(pl.multiple_of(tile.block * block_size + first, ROWS), ROWS)
+            mgpu.copy_gmem_to_smem(q_gmem.at[place, tile.head], q_smem.at[warpgroup], q_ready.at[warpgroup])
+            mgpu.barrier_wait(q_ready.at[warpgroup])
             shape = (ROWS, step_keys)
 
             def causal(step):
@@ -212,22 +187,27 @@ def flash_attention(
             if column_refs:
                 parts.append((per_block + tile.column_steps, by_column))
             rings = (k_smem, v_smem, k_ready, v_ready, k_free, v_free)
-            return attend(
-                Stream(q_smem.at[queries_of(turn)], *rings, functools.partial(slot_of, before=before)),
+            sums = attend(
+                Stream(q_smem.at[warpgroup], *rings, functools.partial(slot_of, before=before)),
                 jnp.int32(0),
                 (*parts, (tile.steps, None)),
                 scale=scale,
                 interpretable=interpretable,
             )
+            final = sums.result * lax.broadcast_in_dim(1.0 / sums.total, sums.result.shape, [0])
+            is_row = iota(final.shape, 0) + first < tile.rows
+            write(tile, jnp.where(is_row, final, 0.0).astype(dtype), first)
 
         @pl.when(warpgroup >= computing)
         def _():
             mgpu.set_max_registers(24, action="decrease")
 
-            def handle(_turn, tile, _upcoming, before):
+            def take(turn, before):
+                tile = tile_of(turn)
                 pl.when(tile.rows > 0)(functools.partial(produce, tile, before))
+                return before + tile.steps
 
-            steps = each_tile(handle)
+            steps = lax.fori_loop(0, turns, take, jnp.int32(0))
             # Every phase of a barrier is awaited by someone, so that none is left open when the program ends.
             lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, ())
 
@@ -236,30 +216,17 @@ def flash_attention(
             mgpu.set_max_registers(consumer_registers(computing, teams), action="increase")
             first = lax.rem(warpgroup, warpgroups) * ROWS
 
-            def handle(turn, tile, upcoming, before):
-                @pl.when(tile.rows > 0)
+            def take(turn, before):
+                tile = tile_of(turn)
+                pl.when(tile.rows > 0)(functools.partial(consume, tile, before, first))
+
+                @pl.when(tile.rows == 0)
                 def _():
-                    sums = consume(turn, tile, before, first)
-                    if held > 1:
-                        fetch(turn + 1, upcoming, first)
-                    final = sums.result * lax.broadcast_in_dim(1.0 / sums.total, sums.result.shape, [0])
-                    is_row = iota(final.shape, 0) + first < tile.rows
-                    write(turn, tile, jnp.where(is_row, final, 0.0).astype(dtype), first)
+                    write(tile, mgpu.layout_cast(jnp.zeros((ROWS, head_dim), dtype), LAYOUT), first)
 
-                @pl.when(tile.rows <= 0)
-                def _():
-                    if held > 1:
-                        fetch(turn + 1, upcoming, first)
+                return before + tile.steps
 
-                    @pl.when(tile.rows == 0)
-                    def _():
-                        write(turn, tile, mgpu.layout_cast(jnp.zeros((ROWS, head_dim), dtype), LAYOUT), first)
-
-                if held == 1:
-                    fetch(turn + 1, upcoming, first)
-
-            fetch(0, tile_of(0), first)
-            each_tile(handle)
+            lax.fori_loop(0, turns, take, jnp.int32(0))
 
     transforms = (
         mgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
@@ -270,10 +237,10 @@ def flash_attention(
         body,
         out_type=jax.ShapeDtypeStruct(queries.shape, dtype),
         scratch_types=[
-            mgpu.SMEM((computing * held, ROWS, head_dim), dtype, transforms=transforms),
+            mgpu.SMEM((computing, ROWS, head_dim), dtype, transforms=transforms),
             ring,
             ring,
-            mgpu.Barrier(num_barriers=computing * held),
+            mgpu.Barrier(num_barriers=computing),
             mgpu.Barrier(num_barriers=teams * stages),
             mgpu.Barrier(num_barriers=teams * stages),
             mgpu.Barrier(num_arrivals=warpgroups, num_barriers=teams * stages),
