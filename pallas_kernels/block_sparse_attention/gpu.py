@@ -7,7 +7,6 @@ from pallas_kernels.block_sparse_attention.blocks import Blocks
 from pallas_kernels.block_sparse_attention.gpu_flash import Tiles, Tiling, flash_attention
 from pallas_kernels.block_sparse_attention.masks import Steps, count_steps, gather, pack
 from pallas_kernels.causal_attention import gpu_flash as causal_flash
-from pallas_kernels.hopper import MULTIPROCESSORS
 
 
 def unsupported(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: jnp.dtype) -> str | None:
@@ -35,10 +34,9 @@ def block_sparse_attention_mosaic_gpu(
     block_size: int,
     scale: float,
     tiling: Tiling | None = None,
-    programs: int = MULTIPROCESSORS,
     interpretable: bool = False,
 ) -> Float[Array, "T H d"]:
-    """Outputs of every row, by `programs` at most; see `block_sparse_attention`, and `attend` for `interpretable`.
+    """Outputs of every row; see `block_sparse_attention`, and `flash_attention` for `interpretable`.
 
     Raises:
         ValueError: a dtype, head size or block size that the kernel does not take.
@@ -60,9 +58,8 @@ def block_sparse_attention_mosaic_gpu(
     bits = pack(mask, blocks)
     gathered = None if columns is None else gather(columns, mask, blocks, keys, values, tiling.keys)
     steps = count_steps(bits, gathered, blocks, tiling.keys)
-    at_once = min(programs, -(-heads * count // tiling.teams)) * tiling.teams
     outputs = flash_attention(
-        _tiles(steps, blocks, keys.shape[1], at_once),
+        _tiles(steps, blocks, keys.shape[1], tiling.teams),
         bits,
         queries,
         keys,
@@ -71,13 +68,12 @@ def block_sparse_attention_mosaic_gpu(
         block_size=block_size,
         scale=scale,
         tiling=tiling,
-        at_once=at_once,
         interpretable=interpretable,
     )
     return blocks.collect(outputs, rows)
 
 
-def _tiles(steps: Steps, blocks: Blocks, kv_heads: int, at_once: int) -> Tiles:
+def _tiles(steps: Steps, blocks: Blocks, kv_heads: int, teams: int) -> Tiles:
     """Tiles of one key head after those of another, as keys fit into the cache that way; of each the longest first."""
     heads, count = steps.steps.shape
     head = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32)[:, None], (heads, count))
@@ -86,6 +82,6 @@ def _tiles(steps: Steps, blocks: Blocks, kv_heads: int, at_once: int) -> Tiles:
     order = jnp.argsort(-steps.steps.reshape(kv_heads, -1), axis=-1).astype(jnp.int32)
     order = (order + jnp.arange(kv_heads, dtype=jnp.int32)[:, None] * order.shape[1]).reshape(-1)
     tiles = Tiles(*(array.reshape(-1)[order] for array in (head, block, rows, *steps)))
-    padding = (0, -len(order) % at_once)
+    padding = (0, -len(order) % teams)
     rows = jnp.pad(tiles.rows, padding, constant_values=-1)
     return Tiles(*(jnp.pad(array, padding) for array in tiles))._replace(rows=rows)

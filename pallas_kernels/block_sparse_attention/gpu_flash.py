@@ -5,11 +5,9 @@ the steps of `causal_attention`, and a memory warpgroup that feeds them through 
 block, then steps of gathered columns, then the blocks whose bits are set. Only the first two kinds are masked, and no
 step is without work: the time goes with the blocks that are kept.
 
-Tiles of 64 rows leave half of a multiprocessor's registers idle, so a program has two teams there. Programs are as many
-as multiprocessors, and each team does many tiles: while the last steps of one are computed, the first of the next come.
+Tiles of 64 rows leave half of a multiprocessor's registers idle, so a program has two teams there.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -67,20 +65,18 @@ def flash_attention(
     block_size: int,
     scale: float,
     tiling: Tiling,
-    at_once: int,
     interpretable: bool,
 ) -> Float[Array, "L H d"]:
     """Outputs, 0 in rows that are padding.
 
     Args:
-        tiles: every block of every head, as many as `at_once` goes into.
+        tiles: every block of every head, a multiple of the teams.
         bits: which blocks of keys a block of rows sees, lowest bit first, its own one left out.
         queries, keys, values: whole blocks, none of two requests; values are finite in all rows.
         columns: single columns that are seen besides.
         block_size: 64 or 128.
         scale: not negative.
         tiling: how the work is cut.
-        at_once: teams of all programs.
         interpretable: as in `attend`.
     """
     heads, head_dim = queries.shape[1:]
@@ -91,7 +87,6 @@ def flash_attention(
     computing = teams * warpgroups
     per_block = block_size // step_keys
     table = jnp.stack(tiles, axis=1)
-    turns = table.shape[0] // at_once
     column_arrays = () if columns is None else tuple(columns)
 
     def body(table_gmem, bits_gmem, q_gmem, k_gmem, v_gmem, *rest):
@@ -100,22 +95,19 @@ def flash_attention(
         k_ready, v_ready, k_free, v_free = barriers
         warpgroup = lax.axis_index("warpgroup")
         team = jnp.where(warpgroup < computing, lax.div(warpgroup, warpgroups), warpgroup - computing)
-        place_of_team = lax.axis_index("program") * teams + team
+        number = lax.axis_index("program") * teams + team
+        tile = Tiles(*(table_gmem[number, column] for column in range(len(Tiles._fields))))
+        own_row = tile.block * block_size
 
-        def tile_of(turn):
-            # There and back: of the tiles of a turn, longest first, no team has the longest every time.
-            place = jnp.where(lax.rem(turn, 2) == 0, place_of_team, at_once - 1 - place_of_team)
-            return Tiles(*(table_gmem[turn * at_once + place, column] for column in range(len(Tiles._fields))))
+        def slot_of(step):
+            return team * stages + lax.rem(step, stages)
 
-        def slot_of(step, before):
-            return team * stages + lax.rem(before + step, stages)
-
-        def produce(tile, before):
+        def produce():
             kv_head = lax.div(tile.head, group)
 
             def load(step, key_rows, value_rows):
-                slot = slot_of(step, before)
-                reused = before + step >= stages
+                slot = slot_of(step)
+                reused = step >= stages
                 for rows, ring, ready, free in (
                     (key_rows, k_smem, k_ready, k_free),
                     (value_rows, v_smem, v_ready, v_free),
@@ -155,21 +147,24 @@ def flash_attention(
             words = lax.div(tile.block + WORD - 1, WORD)
             lax.fori_loop(tile.first_word, words, load_word, step + tile.column_steps)
 
-        def drain(step, _):
-            mgpu.barrier_wait(k_free.at[slot_of(step, 0)])
-            mgpu.barrier_wait(v_free.at[slot_of(step, 0)])
-            return ()
+            def drain(step, _):
+                mgpu.barrier_wait(k_free.at[slot_of(step)])
+                mgpu.barrier_wait(v_free.at[slot_of(step)])
+                return ()
 
-        def write(tile, result, first):
+            # Every phase of a barrier is awaited by someone, so that none is left open when the program ends.
+            lax.fori_loop(jnp.maximum(tile.steps - stages, 0), tile.steps, drain, ())
+
+        def write(result, first):
             mgpu.commit_smem()  # until here other warps may have been reading the queries that lie there
             q_smem[warpgroup] = result
             mgpu.commit_smem()
-            place = pl.ds(pl.multiple_of(tile.block * block_size + first, ROWS), ROWS)
+            place = pl.ds(pl.multiple_of(own_row + first, ROWS), ROWS)
             mgpu.copy_smem_to_gmem(q_smem.at[warpgroup], out_gmem.at[place, tile.head])
-            mgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            mgpu.wait_smem_to_gmem(0)
 
-        def consume(tile, before, first):
-            place = pl.ds(pl.multiple_of(tile.block * block_size + first, ROWS), ROWS)
+        def consume(first):
+            place = pl.ds(pl.multiple_of(own_row + first, ROWS), ROWS)
             mgpu.copy_gmem_to_smem(q_gmem.at[place, tile.head], q_smem.at[warpgroup], q_ready.at[warpgroup])
             mgpu.barrier_wait(q_ready.at[warpgroup])
             shape = (ROWS, step_keys)
@@ -188,7 +183,7 @@ def flash_attention(
                 parts.append((per_block + tile.column_steps, by_column))
             rings = (k_smem, v_smem, k_ready, v_ready, k_free, v_free)
             sums = attend(
-                Stream(q_smem.at[warpgroup], *rings, functools.partial(slot_of, before=before)),
+                Stream(q_smem.at[warpgroup], *rings, slot_of),
                 jnp.int32(0),
                 (*parts, (tile.steps, None)),
                 scale=scale,
@@ -196,37 +191,22 @@ def flash_attention(
             )
             final = sums.result * lax.broadcast_in_dim(1.0 / sums.total, sums.result.shape, [0])
             is_row = iota(final.shape, 0) + first < tile.rows
-            write(tile, jnp.where(is_row, final, 0.0).astype(dtype), first)
+            write(jnp.where(is_row, final, 0.0).astype(dtype), first)
 
         @pl.when(warpgroup >= computing)
         def _():
             mgpu.set_max_registers(24, action="decrease")
-
-            def take(turn, before):
-                tile = tile_of(turn)
-                pl.when(tile.rows > 0)(functools.partial(produce, tile, before))
-                return before + tile.steps
-
-            steps = lax.fori_loop(0, turns, take, jnp.int32(0))
-            # Every phase of a barrier is awaited by someone, so that none is left open when the program ends.
-            lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, ())
+            pl.when(tile.rows > 0)(produce)
 
         @pl.when(warpgroup < computing)
         def _():
             mgpu.set_max_registers(consumer_registers(computing, teams), action="increase")
             first = lax.rem(warpgroup, warpgroups) * ROWS
+            pl.when(tile.rows > 0)(lambda: consume(first))
 
-            def take(turn, before):
-                tile = tile_of(turn)
-                pl.when(tile.rows > 0)(functools.partial(consume, tile, before, first))
-
-                @pl.when(tile.rows == 0)
-                def _():
-                    write(tile, mgpu.layout_cast(jnp.zeros((ROWS, head_dim), dtype), LAYOUT), first)
-
-                return before + tile.steps
-
-            lax.fori_loop(0, turns, take, jnp.int32(0))
+            @pl.when(tile.rows == 0)
+            def _():
+                write(mgpu.layout_cast(jnp.zeros((ROWS, head_dim), dtype), LAYOUT), first)
 
     transforms = (
         mgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
@@ -246,7 +226,7 @@ def flash_attention(
             mgpu.Barrier(num_arrivals=warpgroups, num_barriers=teams * stages),
             mgpu.Barrier(num_arrivals=warpgroups, num_barriers=teams * stages),
         ],
-        grid=(at_once // teams,),
+        grid=(table.shape[0] // teams,),
         grid_names=("program",),
         num_threads=computing + teams,
         thread_name="warpgroup",

@@ -90,7 +90,7 @@ def test_kernels_interpreted(backend, lengths, padding, heads, head_dim, size, c
     arguments = batch(lengths, padding, heads, head_dim, size, columns, jnp.bfloat16, **masks)
     run = partial(block_sparse_attention, backend=backend)
     if backend == "mosaic_gpu":
-        run = partial(block_sparse_attention_mosaic_gpu, programs=2, interpretable=True)
+        run = partial(block_sparse_attention_mosaic_gpu, interpretable=True)
     with interpreted(backend, capfd):
         run = partial(run, block_size=size, scale=scale)
         found = jax.block_until_ready(jax.jit(run)(*arguments))
