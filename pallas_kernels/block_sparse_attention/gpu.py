@@ -17,10 +17,13 @@ def unsupported(heads: int, kv_heads: int, head_dim: int, block_size: int, dtype
 
 
 def default_tiling(head_dim: int, block_size: int) -> Tiling:
-    """As many keys to a step and as many stages as registers and shared memory hold; of size 256, one team's."""
+    """As many keys to a step as registers hold; of size 256, one team's.
+
+    Measured on an H200 (size 128, blocks of 64, 32,768 rows, a tenth kept): two stages 1.76 ms, three 2.01 ms.
+    """
     if block_size == 128:
         return {64: Tiling(1, 128, 4), 128: Tiling(1, 128, 2), 256: Tiling(1, 64, 2)}[head_dim]
-    return {64: Tiling(2, 64, 4), 128: Tiling(2, 64, 3), 256: Tiling(1, 64, 3)}[head_dim]
+    return {64: Tiling(2, 64, 4), 128: Tiling(2, 64, 2), 256: Tiling(1, 64, 3)}[head_dim]
 
 
 def block_sparse_attention_mosaic_gpu(
