@@ -157,6 +157,9 @@ def test_methods_answer_cases(tiny: LLM, cases: list[Case], tmp_path: Path):
     print_summary(console, both)
     shown = console.export_text()
     assert "256, x" in shown and shown.count("streaming_llm") == 1
+    print_summary(console, both + [own | {"model": "other", "score": 77.77} for own in both])
+    tables = console.export_text().split("score by length")
+    assert [table.count("77.77") for table in tables] == [0, 0, 6], "one table per model"
 
 
 @pytest.fixture

@@ -129,13 +129,29 @@ def test_answers_of_the_bundled_model_are_those_of_its_evaluation():
         assert f"| {label} | {' | '.join(cells)} |" in README
 
 
+RULES = {
+    "published, top_p 0.99": "default",
+    "published, top_p 0.99, carry": "carry",
+    "published, top_p 0.975": "top_p=0.975",
+    "published, top_p 0.9": "top_p=0.9",
+    "peak with memory, candidates, top_p 0.9": "score=peak,score_memory=0.5,top_p_over=candidates,top_p=0.9",
+    "peak with memory, candidates, top_p 0.8": "score=peak,score_memory=0.5,top_p_over=candidates,top_p=0.8",
+}
+
+
 def test_ruler_figures_are_those_of_the_result_file():
-    rows = json.loads((ROOT / "benchmarks/results/ruler_cpu_smollm2.json").read_text())["rows"]
-    cells = {(row["config"], row["task"]): row for row in rows}
-    for config in dict.fromkeys(row["config"] for row in rows):
-        found = [cells[config, task] for task in ("niah_single_2", "niah_multikey_1", "average")]
-        assert [row["samples"] for row in found] == [32, 32, 64]
-        line = f"| {found[-1]['flop_fraction']:.2f} | {' | '.join(f'{row["score"]:.1f}' for row in found)} | "
-        if config != "dense":
-            line += "{diff:+.1f} ({ci_low:+.1f} to {ci_high:+.1f}) |".format_map(found[-1])
-        assert line in README
+    rows = json.loads((ROOT / "benchmarks/results/ruler_h200.json").read_text())["rows"]
+    lines = re.findall(
+        r"^\| ([\w.-]+) \| ([\d,]+) \| (\d+) \| ([\w., ]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([^|]+) \|$",
+        README,
+        re.M,
+    )
+    assert len(lines) == sum(row["task"] == "average" and row["config"] != "dense" for row in rows)
+    for model, tokens, tasks, rule, *cells in lines:
+        key = model, int(tokens.replace(",", "")), RULES[rule]
+        own = {row["task"]: row for row in rows if (row["model"], row["length"], row["config"]) == key}
+        average = own.pop("average")
+        assert len(own) == int(tasks) and {row["samples"] for row in own.values()} == {100}
+        difference = "{diff:+.1f} ({ci_low:+.1f} to {ci_high:+.1f})".format_map(average)
+        figures = f"{average['flop_fraction']:.2f}", f"{average['dense_score']:.1f}", f"{average['score']:.1f}"
+        assert cells == [*figures, difference]

@@ -87,16 +87,22 @@ def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_summary(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """One row per setting: its score at every length, their average, and its prefill's time as a part of dense's.
+    """A table per model, of a row per setting: its score at every length, their average, its prefill's time by dense's.
 
     A length's score is that over its tasks; rows without times show none. Nothing is shown of losses or one length.
     """
+    models = dict.fromkeys(row["model"] for row in rows)
+    if len(models) > 1:
+        for model in models:
+            print_summary(console, [row for row in rows if row["model"] == model])
+        return
     last = {(row["config"], row["length"]): row for row in rows if row["metric"] != "loss"}
     settings, lengths = dict.fromkeys(key[0] for key in last), sorted({key[1] for key in last})
     if len(lengths) < 2:
         return
     timed = lengths if all("ttft_ratio" in row for row in last.values()) else []
-    table = Table(title="score by length, average, speed-up of the prefill by length", title_justify="left")
+    title = f"{next(iter(models))}: score by length, average, speed-up of the prefill by length"
+    table = Table(title=title, title_justify="left")
     for heading in ("method", *(f"{length:,}" for length in lengths), "average", *(f"{n:,}, x" for n in timed)):
         table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
     for setting in settings:
