@@ -29,12 +29,11 @@ from jax.experimental.pallas import mosaic_gpu as mgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_matmul.gpu_few_rows import MOST_ROWS, few_rows_matmul, few_rows_matmul_each
+from pallas_kernels.grouped_matmul.row_tiles import ALIGNMENT, TILE_ROWS, ZEROS, tile_table
 from pallas_kernels.hopper import MULTIPROCESSORS
 
-ALIGNMENT = 8  # rows; see above
 ROWS = 64  # of one consumer
-CONSUMERS = 2
-TILE_ROWS = ROWS * CONSUMERS
+CONSUMERS = TILE_ROWS // ROWS
 STEP = 64  # columns of the rows, and rows of the weights, in one step: 128 bytes, the widest swizzle
 CHUNK = 64  # output columns of one store
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of the 168 that each of 384 threads is launched with
@@ -165,33 +164,6 @@ def grouped_matmul_each_mosaic_gpu(
         return few_rows_matmul_each(rows, weights, group_sizes[0], first_group)
     stacks = tuple((weight,) for weight in weights)
     return _grouped(rows, stacks, group_sizes, first_group, lambda product: product, tiling)
-
-
-ZEROS = -1  # in place of a group: rows of no group
-
-
-def tile_table(group_sizes: Int32[Array, " G"], first_group: Int32[Array, ""], rows: int) -> Int32[Array, "tiles+1 4"]:
-    """Row tiles of every group with rows, and of the rows after the last one.
-
-    Columns: first row, first and end of the rows to store, matrix or `ZEROS`. The last row holds how many
-    tiles there are, and how many of them belong to groups.
-    """
-    groups = group_sizes.shape[0] + 1
-    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    ends = jnp.concatenate([ends, jnp.full(1, rows, jnp.int32)])
-    aligned = starts // ALIGNMENT * ALIGNMENT
-    tiles = jnp.where(ends > starts, (ends - aligned + TILE_ROWS - 1) // TILE_ROWS, 0)
-    tile_ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    slots = (rows + (ALIGNMENT - 1) * groups) // TILE_ROWS + groups
-    tile = jnp.arange(slots, dtype=jnp.int32)
-    group = (tile[:, None] >= tile_ends[None, :]).sum(-1, dtype=jnp.int32)
-    group = jnp.minimum(group, groups - 1)
-    first_row = aligned[group] + (tile - (tile_ends - tiles)[group]) * TILE_ROWS
-    weights = jnp.where(group == groups - 1, ZEROS, group + first_group)
-    table = jnp.stack([first_row, starts[group], ends[group], weights], axis=1)
-    totals = jnp.concatenate([tile_ends[-1:], tile_ends[-2:-1], jnp.zeros(2, jnp.int32)])
-    return jnp.concatenate([table, totals[None]]).astype(jnp.int32)
 
 
 def _grouped(

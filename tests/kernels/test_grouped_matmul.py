@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul import (
     grouped_gated_matmul,
     grouped_matmul,
     grouped_matmul_each,
+    row_tiles,
 )
 from pallas_kernels.grouped_matmul.reference import ACTIVATIONS
 from pallas_kernels.platform import kernels_of
@@ -23,7 +24,7 @@ from tests.kernels.interpreters import KERNELS, interpreted
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 4e-3}
 SMALL_TILES = gpu.Tiling(width=64, stages=2, slots=2, band=2, programs=3)
-TABLE = jax.jit(gpu.tile_table, static_argnums=2)
+TABLE = jax.jit(row_tiles.tile_table, static_argnums=2)
 
 
 class Options(NamedTuple):
@@ -121,7 +122,7 @@ def test_gpu_kernel_interpreted_over_many_small_tiles(capfd):
 def test_gpu_kernel_interpreted_with_halves_in_the_last_round(programs, rows, activation, capfd):
     """Tiles of the last round in two, one of them without rows; then the zeros of several tiles."""
     tiling = gpu.Tiling(width=128, stages=2, slots=2, band=2, programs=programs)
-    tiles = -(-rows // gpu.TILE_ROWS) * 2
+    tiles = -(-rows // row_tiles.TILE_ROWS) * 2
     assert 0 < 2 * (tiles % programs) <= programs
 
     def product(rows, *arguments):
@@ -221,11 +222,11 @@ def test_tiles_cover_every_row_once(sizes):
     owner = np.full(rows, -2)
     for first, start, end, group in table[: table[-1, 0]]:
         assert first % 8 == 0
-        own = slice(max(first, start), min(first + gpu.TILE_ROWS, end))
+        own = slice(max(first, start), min(first + row_tiles.TILE_ROWS, end))
         assert own.start < own.stop
         assert (owner[own] == -2).all()
         owner[own] = group
-    expected = np.full(rows, gpu.ZEROS)
+    expected = np.full(rows, row_tiles.ZEROS)
     expected[: sum(sizes)] = 7 + np.repeat(np.arange(len(sizes)), sizes)
     np.testing.assert_array_equal(owner, expected)
     assert table[-1, 0] < len(table)
