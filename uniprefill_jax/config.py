@@ -1,6 +1,6 @@
 """What a user may set: how prompts shrink, how tokens are sampled, what an engine may hold. Frozen, validated."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from uniprefill_jax.errors import ConfigError
@@ -26,6 +26,8 @@ class UniPrefillConfig:
         score: "mean" of the window's attention over heads and rows, or its "peak".
         score_memory: weight in [0, 1) of the score that tokens carry from the previous drop layer.
         top_p_over: whether top_p counts "all" blocks or only "candidates" (those that are not forced to stay).
+        most_blocks: block_size doubles with the prompt's length until there are no more blocks than this; 0 leaves it
+            as it is (see `for_length`).
     """
 
     top_p: float = 0.99
@@ -39,6 +41,7 @@ class UniPrefillConfig:
     score: Literal["mean", "peak"] = "mean"
     score_memory: float = 0.0
     top_p_over: Literal["all", "candidates"] = "all"
+    most_blocks: int = 0
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -53,6 +56,8 @@ class UniPrefillConfig:
                 f"UniPrefillConfig: sink_tokens is {self.sink_tokens!r}; use a multiple of block_size "
                 f"({self.block_size}) or 0, so that blocks stay aligned over drops"
             )
+        if not _is_integer(self.most_blocks) or self.most_blocks < 0:
+            raise ConfigError(f"UniPrefillConfig: most_blocks is {self.most_blocks!r}; use 0 (no limit) or more")
         if self.drop_layers != "auto":
             object.__setattr__(self, "drop_layers", _layer_tuple(self.drop_layers))
 
@@ -65,6 +70,22 @@ class UniPrefillConfig:
     def is_dense(self) -> bool:
         """Whether this setting can drop no token at all."""
         return self.top_p >= 1.0 or self.drop_layers == ()
+
+    def for_length(self, length: int) -> "UniPrefillConfig":
+        """The setting of a prompt of `length` tokens, in which block_size is settled and most_blocks 0.
+
+        The size is that of the prompt alone, at all of its drops and whatever shares its batch. It ends at the largest
+        of `BLOCK_SIZES` that divides sink_tokens, with more blocks than most_blocks if need be.
+        """
+        if not self.most_blocks:
+            return self
+        size = self.block_size
+        larger = [other for other in BLOCK_SIZES if other > size and self.sink_tokens % other == 0]
+        for other in larger:
+            if -(-length // size) <= self.most_blocks:
+                break
+            size = other
+        return replace(self, block_size=size, most_blocks=0)
 
     @property
     def definition(self) -> dict[str, Any]:

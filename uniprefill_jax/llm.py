@@ -160,9 +160,11 @@ class LLM:
         With a `shape` the programs are those of all batches that fit into it (of each data replica's share, on a mesh).
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt over the model's length.
         """
-        own, ids = config or self.default_config, self._checked(prompts)
-        return self._on_replicas(
-            ids, lambda programs, share: self._prefill(programs, [ids[at] for at in share], own, shape).results
+        ids = self._checked(prompts)
+        return self._by_setting(
+            ids,
+            config or self.default_config,
+            lambda own, programs, share: self._prefill(programs, [ids[at] for at in share], own, shape).results,
         )
 
     def generate(
@@ -180,14 +182,14 @@ class LLM:
         what the prefill kept, as later turns of a conversation are, and only after them tokens are drawn. Nothing is
         dropped for them, and their log-probabilities are in the completions. `shape` as for `prefill`.
         """
-        own, drawn, ids = config or self.default_config, sampling or SamplingConfig(), self._checked(prompts)
+        drawn, ids = sampling or SamplingConfig(), self._checked(prompts)
         given = self._continuations(continuations, ids)
 
-        def work(programs: Programs, share: list[int]) -> list[Completion]:
+        def work(own: Setting, programs: Programs, share: list[int]) -> list[Completion]:
             batch = self._prefill(programs, [ids[at] for at in share], own, shape)
             return self._complete(batch, drawn, [given[at] for at in share])
 
-        return self._on_replicas(ids, work)
+        return self._by_setting(ids, config or self.default_config, work)
 
     def _complete(self, batch: _PrefilledBatch, sampling: SamplingConfig, given: list[list[int]]) -> list[Completion]:
         limits = self._token_limits(batch, sampling, given)
@@ -232,7 +234,9 @@ class LLM:
         Text that may turn out to be part of a stop string is held back until it is settled.
         """
         sampling = sampling or SamplingConfig()
-        batch = self._prefill(self.programs, self._checked([prompt]), config or self.default_config)
+        ids = self._checked([prompt])
+        own = (config or self.default_config).for_length(len(ids[0]))
+        batch = self._prefill(self.programs, ids, own)
         limits = self._token_limits(batch, sampling, [[]])
         text = GrowingText(self.tokenizer, sampling, *limits)
         for piece in self._decode(batch, sampling, [[]], limits, steps=1):
@@ -240,6 +244,25 @@ class LLM:
             yield token, text.push(token)
             if text.ended:
                 return
+
+    def _by_setting[Result](
+        self,
+        prompts: list[list[int]],
+        setting: Setting,
+        work: Callable[[Setting, Programs, list[int]], list[Result]],
+    ) -> list[Result]:
+        """`work` on the prompts, those together whose lengths have the same setting; results in the prompts' order."""
+        groups: dict[Setting, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            groups.setdefault(setting.for_length(len(prompt)), []).append(number)
+        results: dict[int, Result] = {}
+        for own, numbers in groups.items():
+            found = self._on_replicas(
+                [prompts[number] for number in numbers],
+                lambda programs, share, own=own, numbers=numbers: work(own, programs, [numbers[at] for at in share]),
+            )
+            results |= dict(zip(numbers, found, strict=True))
+        return [results[number] for number in range(len(prompts))]
 
     def _on_replicas[Result](
         self, prompts: list[list[int]], work: Callable[[Programs, list[int]], list[Result]]

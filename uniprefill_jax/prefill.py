@@ -19,6 +19,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.config import UniPrefillConfig
+from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.execution import LengthsBy, choose_execution
 from uniprefill_jax.models.attention import AttentionCache
 from uniprefill_jax.models.batch import Execution, PackedRows, PackingRules, last_rows, pack_rows, request_of_row
@@ -99,8 +100,18 @@ class PrefillPlan:
         `lengths_by` says how the work follows the number of rows that drops leave: "loops" of chunks, a "ladder" of
         static lengths, or "kernels" that leave out padding rows. "auto" is loops on CPUs, kernels for bfloat16 on one
         Hopper GPU where they take the model's shape, and the ladder elsewhere (`on_mesh`: also there).
+
+        Raises:
+            ConfigError: prompts of these lengths have different block sizes; they cannot share a program.
         """
-        method, longest = Method.of(setting), max(lengths)
+        longest = max(lengths)
+        method = Method.of(setting).for_length(longest)
+        sizes = {Method.of(setting).for_length(length).dropping.block_size for length in lengths}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"prompts of {min(lengths):,} to {longest:,} tokens have blocks of {sorted(sizes)} tokens "
+                "(most_blocks); plan those of one size together"
+            )
         attention, compression = method.attention, method.compression
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
         lengths_by, execution = choose_execution(model, dtype, num_requests, lengths_by, on_mesh, platform)

@@ -84,6 +84,15 @@ def test_the_known_best_setting_is_found_and_confirmed():
     assert fractions == sorted(fractions, reverse=True)
 
 
+def test_blocks_that_grow_with_the_prompt_are_tried():
+    told: list[up.UniPrefillConfig] = []
+    Calibrator(
+        KnownModel(), cases(450), AnswerStore(None, {}, []), 1.0, tell=lambda found: told.append(found.config)
+    ).run()  # type: ignore[arg-type]
+    growing = [config for config in told if config.most_blocks]
+    assert {config.for_length(length).block_size for config in growing for length in (1024, 4096)} == {16, 64}
+
+
 def test_too_few_prompts_are_refused():
     with pytest.raises(up.InputError, match="even without any loss that takes 600"):
         calibrate(90, max_loss=0.5)

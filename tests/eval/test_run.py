@@ -11,7 +11,7 @@ from uniprefill_jax.cli import main
 from uniprefill_jax.eval.cases import Case
 from uniprefill_jax.eval.rows import result_rows
 from uniprefill_jax.eval.runner import batch_shapes, run_cases
-from uniprefill_jax.eval.settings import parse_settings
+from uniprefill_jax.eval.settings import parse_setting, parse_settings
 from uniprefill_jax.eval.store import AnswerStore, read_answers
 from uniprefill_jax.eval.table import print_summary
 from uniprefill_jax.llm import LLM
@@ -142,6 +142,19 @@ def test_methods_are_settings_that_a_file_of_answers_knows(tmp_path: Path):
         parse_settings(["carry"], methods=["snapkv", "snapkv"])
     with pytest.raises(up.InputError, match="use some of dense, uniprefill, minference"):
         parse_settings([], methods=["quest"])
+
+
+def test_file_older_than_a_field_goes_on_unless_the_setting_differs(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    growing = parse_setting("most_blocks=8")
+    AnswerStore(path, COMMON, [*SETTINGS, growing])
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    for entry in entries[1:]:
+        del entry["definition"]["most_blocks"]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    AnswerStore(path, COMMON, SETTINGS)
+    with pytest.raises(up.InputError, match="another setting named 'most_blocks=8'"):
+        AnswerStore(path, COMMON, [growing])
 
 
 def test_methods_answer_cases(tiny: LLM, cases: list[Case], tmp_path: Path):

@@ -139,6 +139,7 @@ class Engine:
                 f"the prompt has {len(tokens)} tokens, the engine takes at most {self.max_length}; shorten it or raise "
                 "max_length"
             )
+        config = config.for_length(len(tokens))
         drop_layers = resolve_drop_layers(config, self.llm.config)
         stages = prefill_stages(self.llm.config, config, drop_layers)
         # The token after the last position can be drawn, but not fed back.

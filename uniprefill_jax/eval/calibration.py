@@ -17,6 +17,7 @@ from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import InputError
 from uniprefill_jax.eval.cases import Case
 from uniprefill_jax.eval.paired import CONFIDENCE, loss_limit, paired_interval
+from uniprefill_jax.eval.rows import is_able
 from uniprefill_jax.eval.runner import Progress, batch_shapes, run_cases
 from uniprefill_jax.eval.settings import DENSE, NAMED, Setting
 from uniprefill_jax.eval.store import AnswerStore
@@ -30,7 +31,7 @@ SURVIVORS = (3, 2)  # families that enter the second and the third round
 TESTED = 8  # settings in the final sequence
 SEARCH_SHARE = 1 / 3  # of the prompts of every task
 ROUND_SHARES = (0.25, 0.5, 1.0)  # of the prompts of the search, by round
-LEAST_DENSE_SCORE = 10.0  # points under which a task says nothing about a loss
+MOST_BLOCKS = 64  # of the variation whose blocks grow with the prompt: 16 tokens up to 1K, 128 over 4K
 # Score, its memory, what top_p counts.
 _SCORES = (
     ("mean", 0.0, "all"),
@@ -142,7 +143,7 @@ class Calibrator:
             assert answer is not None
             scores[case.task].append(answer.score)
         means = {task: float(np.mean(of_task)) for task, of_task in scores.items()}
-        return {task: mean for task, mean in means.items() if mean < LEAST_DENSE_SCORE}
+        return {task: mean for task, mean in means.items() if not is_able(task, mean)}
 
     def _search(self) -> list[Measured]:
         """Every setting measured in the last round, on all prompts of the search."""
@@ -169,7 +170,7 @@ class Calibrator:
                 return
 
     def _variations(self, survivors: Iterable[UniPrefillConfig]) -> Iterator[UniPrefillConfig]:
-        """Each survivor, and with one thing changed at a time: drop layers, block, window, meaning of windows."""
+        """Each survivor, and with one thing changed at a time: drop layers, block, window rows or meaning."""
         model = self.llm.config
         layers = resolve_drop_layers(UniPrefillConfig(), model)
         choices = dict.fromkeys(kept for kept in (layers[1:], layers[::2], layers[: -(-len(layers) // 2)]) if kept)
@@ -177,6 +178,7 @@ class Calibrator:
             yield family
             yield from (replace(family, drop_layers=kept) for kept in choices if kept != layers)
             yield from (replace(family, block_size=size) for size in (32, 128))
+            yield replace(family, block_size=16, most_blocks=MOST_BLOCKS)
             yield replace(family, window_tokens=32)
             if any(layer.window is not None for layer in model.layers):
                 yield replace(family, sliding_window="kept")

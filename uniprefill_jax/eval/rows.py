@@ -10,6 +10,12 @@ from uniprefill_jax.eval.settings import DENSE, Setting
 from uniprefill_jax.eval.store import Answer
 
 AVERAGE = "average"
+ABLE_AVERAGE = "average of able tasks"
+AVERAGES = (AVERAGE, ABLE_AVERAGE)
+# What guessing scores, in points, where there is something to guess: one of four labels. Numbers and words of a text
+# of thousands are not guessed.
+CHANCE = {"few_shot": 25.0}
+LEAST_OVER_CHANCE = 10.0  # points of the dense model under which a task says nothing about a loss
 TIMES = ("prefill_ms", "dense_prefill_ms", "ttft_ratio")
 
 
@@ -17,7 +23,8 @@ def result_rows(answers: Iterable[Answer], settings: Sequence[Setting], labels: 
     """One row per length, task and setting, and one per length and setting over its tasks, but for losses.
 
     `diff` is a setting's score minus dense's, in points, with its 95% interval; times are those of the same runs. Only
-    prompts count that both have answered, so that a run cut short can be looked at.
+    prompts count that both have answered, so that a run cut short can be looked at. `able` says of a task whether the
+    dense model does it at all (`is_able`); where it does some only, there is a second average over those.
     """
     table: dict[int, dict[str, dict[str, dict[int, Answer]]]] = {}
     for answer in answers:
@@ -33,13 +40,22 @@ def result_rows(answers: Iterable[Answer], settings: Sequence[Setting], labels: 
                 if both:
                     pairs[task] = [own[index] for index in both], [dense[index] for index in both]
             groups = {task: [pair] for task, pair in pairs.items()}
-            points = [pair for pair in pairs.values() if pair[0][0].metric != "loss"]
+            points = {task: pair for task, pair in pairs.items() if pair[0][0].metric != "loss"}
+            able = {task: is_able(task, float(scores(dense).mean())) for task, (_, dense) in points.items()}
+            if 1 < sum(able.values()) < len(points):
+                groups[ABLE_AVERAGE] = [pair for task, pair in points.items() if able[task]]
             if len(points) > 1:
-                groups[AVERAGE] = points
+                groups[AVERAGE] = list(points.values())
             for task, group in groups.items():
                 head = labels | {"task": task, "length": length, "method": setting.method, "config": setting.name}
-                rows.append(head | _compare([own for own, _ in group], [dense for _, dense in group]))
+                row = head | _compare([own for own, _ in group], [dense for _, dense in group])
+                rows.append(row | {"able": able[task]} if task in able else row)
     return rows
+
+
+def is_able(task: str, dense_score: float) -> bool:
+    """Whether a model that scores so when dense does the task at all, and not by chance."""
+    return dense_score >= CHANCE.get(task, 0.0) + LEAST_OVER_CHANCE
 
 
 def without_times(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

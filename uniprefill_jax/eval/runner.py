@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from uniprefill_jax.cache.pools import attention_layers, bytes_of_page
-from uniprefill_jax.config import BatchShape, SamplingConfig
+from uniprefill_jax.config import BatchShape, SamplingConfig, UniPrefillConfig
 from uniprefill_jax.errors import InputError
 from uniprefill_jax.eval.cases import Case
 from uniprefill_jax.eval.settings import Setting
 from uniprefill_jax.eval.store import Answer, AnswerStore, fingerprint
 from uniprefill_jax.llm import LLM
 from uniprefill_jax.sparsify.buckets import prompt_bucket
+from uniprefill_jax.sparsify.methods.protocol import Method
 
 # A decode step of a small model costs an accelerator nearly the same for one request as for many, so batches are as
 # large as memory allows; a CPU gains little from large ones.
@@ -72,7 +73,7 @@ def run_cases(
         shape = shapes[length_cases[0].length]
         for setting in settings:
             # Tasks whose answers may be equally long share batches: fewer of them are half empty.
-            for alike in _grouped(length_cases, lambda case: case.max_tokens):
+            for alike in _alike(length_cases, setting):
                 for at in range(0, len(alike), shape.requests):
                     batch = alike[at : at + shape.requests]
                     known = [store.get(setting.name, case) for case in batch]
@@ -151,6 +152,18 @@ def _answer(llm: LLM, batch: list[Case], setting: Setting, shape: BatchShape, pr
     progress.phases["prefill"] += first.prefill.seconds
     progress.phases["decoding"] += first.decode_seconds
     return answers
+
+
+def _alike(cases: Sequence[Case], setting: Setting) -> Iterator[list[Case]]:
+    """Cases that may share a batch: answers as long at most, and one setting for the lengths of their prompts.
+
+    The model would divide a batch by settings itself, and its times would then be those of parts.
+    """
+    for alike in _grouped(cases, lambda case: case.max_tokens):
+        parts: dict[UniPrefillConfig | Method, list[Case]] = {}
+        for case in alike:
+            parts.setdefault(setting.config.for_length(len(case.prompt)), []).append(case)
+        yield from parts.values()
 
 
 def _grouped[Key](cases: Sequence[Case], key: Callable[[Case], Key]) -> Iterator[list[Case]]:

@@ -110,7 +110,8 @@ class AnswerStore:
             if setting.name not in self.definitions:
                 self._write({"name": setting.name, "definition": setting.config.definition})
                 self.definitions[setting.name] = setting.config.definition
-            elif self.definitions[setting.name] != setting.config.definition:
+            # Compared as settings, not as written: a file may be older than a field, which then has its default.
+            elif setting_of(self.definitions[setting.name], str(self.path)).definition != setting.config.definition:
                 raise InputError(
                     f"{self.path} holds answers of another setting named {setting.name!r} "
                     f"({self.definitions[setting.name]}); name another file to begin anew"

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from uniprefill_jax.eval.rows import AVERAGE
+from uniprefill_jax.eval.rows import AVERAGES
 from uniprefill_jax.eval.runner import Progress
 
 SECONDS_BETWEEN_LINES = 15.0
@@ -69,7 +69,9 @@ def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             table.add_column(setting, justify="right", overflow="fold")
         for task in dict.fromkeys(row["task"] for row in own):
             cells = {row["config"]: _cell(row) for row in own if row["task"] == task}
-            table.add_row(task, *(cells.get(setting, "") for setting in settings), end_section=task == AVERAGE)
+            mark = "" if all(row.get("able", True) for row in own if row["task"] == task) else " (not able)"
+            label = f"{task}{mark}"
+            table.add_row(label, *(cells.get(setting, "") for setting in settings), end_section=task in AVERAGES)
         times = (
             ("prefill, ms per prompt", lambda row: f"{row['prefill_ms']:.1f}"),
             ("prefill, of dense", lambda row: f"{row['ttft_ratio']:.2f}"),

@@ -139,6 +139,7 @@ def explain_prefill(
     """
     num_tokens = result.segment_lengths[0]
     assert len(pieces) == num_tokens, f"{len(pieces)} pieces of text for {num_tokens} tokens"
+    config = config.for_length(num_tokens)
     # The tokens of segment i + 1 are those that the i-th drop kept.
     positions = [np.arange(num_tokens, dtype=np.int32), *result.kept_positions.values()]
     present = [_membership(entering, num_tokens) for entering in positions]

@@ -66,8 +66,13 @@ def select_tokens(
 ) -> Bool[np.ndarray, " length"]:
     """Which of a request's `length` tokens stay, forced ones included (notes: algorithm, steps 3 and 4).
 
-    `block_mass` holds at least ceil(length / block_size) scores; they are normalised here.
+    `block_mass` holds at least ceil(length / block_size) scores; they are normalised here. `length` may be what an
+    earlier drop left, so that a setting with most_blocks must have been settled (`UniPrefillConfig.for_length`).
     """
+    if config.most_blocks:
+        raise InputError(
+            f"select_tokens: most_blocks is {config.most_blocks}; pass config.for_length(prompt tokens) instead"
+        )
     num_blocks = -(-length // config.block_size)
     if length < 1 or block_mass.ndim != 1 or block_mass.shape[0] < num_blocks:
         raise InputError(

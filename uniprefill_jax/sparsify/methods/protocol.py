@@ -1,7 +1,7 @@
 """What a method may do to a prefill: three roles, and the method that fills some of them."""
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -167,6 +167,10 @@ class Method:
     def is_dense(self) -> bool:
         """Whether nothing is left out."""
         return self.dropping.is_dense and self.attention is None and self.compression is None
+
+    def for_length(self, length: int) -> "Method":
+        """The method as it is for a prompt of `length` tokens; see `UniPrefillConfig.for_length`."""
+        return replace(self, dropping=self.dropping.for_length(length))
 
     @property
     def definition(self) -> dict[str, Any]:
