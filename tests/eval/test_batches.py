@@ -33,6 +33,6 @@ def test_prompts_with_other_blocks_are_not_in_the_batch_whose_time_they_share():
     settings = parse_settings(["block_size=16,most_blocks=8"])
     model: Any = Recorder()
     store = AnswerStore(None, {}, settings)
-    run_cases(model, cases, settings, store, batch_shapes(cases, 4), lambda progress: None)
+    run_cases(model, cases, settings, store, batch_shapes(model, cases, 4), lambda progress: None)
     assert model.batches == [[120, 140, 128, 129], [120, 128], [140, 129]]
     assert np.allclose([answer.prefill_ms for answer in store.answers.values()], [250.0] * 4 + [500.0] * 4)

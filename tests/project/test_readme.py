@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from uniprefill_jax.cli.app import COMMANDS, GROUPS
+from uniprefill_jax.eval.markdown import fill_tables, tables_of
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -155,3 +156,8 @@ def test_ruler_figures_are_those_of_the_result_file():
         difference = "{diff:+.1f} ({ci_low:+.1f} to {ci_high:+.1f})".format_map(average)
         figures = f"{average['flop_fraction']:.2f}", f"{average['dense_score']:.1f}", f"{average['score']:.1f}"
         assert cells == [*figures, difference]
+
+
+def test_generated_tables_are_those_of_the_result_files():
+    assert tables_of(README) == ["tasks benchmarks/results/ruler_h200.json"]
+    assert fill_tables(README, ROOT) == README, "make them anew: uniprefill eval fill README.md"

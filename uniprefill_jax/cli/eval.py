@@ -192,6 +192,30 @@ def table(
         write_result(json, _command(), rows, device=", ".join(sorted(devices)))
 
 
+@evaluate.command()
+def fill(
+    document: Annotated[Path, typer.Argument(help="A Markdown file with places for tables.")],
+    folder: Annotated[
+        Path | None, typer.Option(help="Where the names of result files start; the document's own folder if not given.")
+    ] = None,
+) -> None:
+    """Write the tables of a document's places anew from the result files that each place names.
+
+    A place is a line "<!-- table: KIND FILE ... -->" and, later, "<!-- end of table -->"; KIND is accuracy, tasks or
+    probes.
+    """
+    from uniprefill_jax.eval.markdown import fill_tables, tables_of
+
+    if not document.is_file():
+        raise InputError(f"there is no file {document}; name a Markdown file")
+    text = document.read_text(encoding="utf-8")
+    found = tables_of(text)
+    if not found:
+        raise InputError(f"{document} has no place for a table; write the two comments of one (see --help)")
+    document.write_text(fill_tables(text, folder or document.parent), encoding="utf-8")
+    Console(stderr=True).print("\n".join(found), highlight=False, markup=False)
+
+
 def _settings(model: str, config: list[str] | None, method: str = "") -> "list[Setting]":
     """What a user named; without anything, the default setting and the model's own where it has one."""
     from uniprefill_jax.calibrated import calibrated_setting
