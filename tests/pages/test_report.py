@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.pages.parsed import Page
+from uniprefill_jax.bench.frontier import family, frontier, points_of
 from uniprefill_jax.bench.report import build_report, format_value
 from uniprefill_jax.cli import main
 from uniprefill_jax.errors import InputError
@@ -111,3 +112,55 @@ def test_a_folder_without_results_is_refused(tmp_path: Path):
     (tmp_path / "broken.json").write_text("[]")
     with pytest.raises(InputError, match="it holds a list"):
         build_report(tmp_path)
+
+
+def accuracy_file(folder: Path, model: str, scores: dict[str, dict[int, tuple[float, float]]]) -> None:
+    """A file of one model's averages: by setting and length, operations and score."""
+    rows = [
+        {"model": model, "task": "average", "length": length, "config": config, "harness": "h", "method": "m"}
+        | {"score": score, "dense_score": 90.0, "flop_fraction": fraction}
+        for config, lengths in scores.items()
+        for length, (fraction, score) in lengths.items()
+    ]
+    content = {"command": f"c {model}", "date": "d", "device": "e", "versions": {"jax": "1"}, "rows": rows}
+    (folder / f"{model}.json").write_text(json.dumps(content))
+
+
+SCORES = {
+    "dense": {1024: (1.0, 90.0), 2048: (1.0, 80.0)},
+    "top_p=0.9": {1024: (0.8, 80.0), 2048: (0.6, 70.0)},
+    "carry": {1024: (0.95, 70.0), 2048: (0.85, 60.0)},
+    "carry,top_p=0.5": {1024: (0.5, 50.0), 2048: (0.5, 40.0)},
+    "top_p=0.6": {1024: (0.6, 88.0)},
+}
+
+
+def test_models_of_several_files_stand_side_by_side(tmp_path: Path):
+    accuracy_file(tmp_path, "first", SCORES)
+    assert "by model" not in build_report(tmp_path)[0]
+    accuracy_file(tmp_path, "second", SCORES)
+    accuracy_file(tmp_path, "dense-only", {"dense": SCORES["dense"]})
+    page = Page(build_report(tmp_path)[0])
+    (heading,) = (element for element in page.all("h2") if "by model" in element.text)
+    caption = next(part.text for part in page.all("figcaption") if "dashed" in part.text)
+    assert "c first" in caption and "c second" in caption
+    drawn = " ".join(element.text for element in page.all("svg"))
+    assert "first: 1,024, 2,048 tokens (first.json)" in drawn and "frontier" in drawn
+    assert "dense-only: 1,024" not in drawn
+
+
+def test_frontier_is_what_no_other_setting_beats():
+    rows = [
+        {"config": config, "length": length, "flop_fraction": fraction, "score": score}
+        for config, lengths in SCORES.items()
+        for length, (fraction, score) in lengths.items()
+    ]
+    points = points_of(rows)
+    assert {point.config: (point.flop_fraction, point.score) for point in points} == {
+        "dense": (1.0, 85.0),
+        "top_p=0.9": (pytest.approx(0.7), 75.0),
+        "carry": (pytest.approx(0.9), 65.0),
+        "carry,top_p=0.5": (0.5, 45.0),
+    }
+    assert [point.config for point in frontier(points)] == ["carry,top_p=0.5", "top_p=0.9", "dense"]
+    assert [family(point.config) for point in points] == ["dense", "default", "carry", "carry"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uniprefill_jax.bench.frontier import family, frontier_panels
 from uniprefill_jax.bench.plots import Panel, Series, draw
 from uniprefill_jax.bench.result_files import ResultFile, Row, Unreadable, read_folder
 from uniprefill_jax.errors import InputError
@@ -30,15 +31,15 @@ class ReportFigure:
         title: what was measured.
         note: how to read it.
         svgs: the plots; none where the rows are shown as a table only.
-        table: the rows behind the plots.
-        file: where they come from.
+        table: the rows behind the plots; None where other figures show them.
+        files: where they come from.
     """
 
     title: str
     note: str
     svgs: list[str]
-    table: Table
-    file: ResultFile
+    table: Table | None
+    files: tuple[ResultFile, ...]
 
 
 def build_report(folder: Path) -> tuple[str, list[Unreadable]]:
@@ -54,6 +55,7 @@ def build_report(folder: Path) -> tuple[str, list[Unreadable]]:
     figures = [
         figure for kind, build in BUILDERS.items() for file in files if kind in file.rows for figure in build(file)
     ]
+    figures += _frontier([file for file in files if "accuracy" in file.rows])
     return render_page("report.html", figures=figures, files=files, unreadable=unreadable), unreadable
 
 
@@ -82,7 +84,7 @@ def _ttft(file: ResultFile) -> Iterable[ReportFigure]:
             "Medians. Ideal is the cost model's speed-up on the same kept tokens.",
             _draw(panels, f"{file.name} ttft {arch} {batch} {dtype}"),
             _table(rows),
-            file,
+            (file,),
         )
 
 
@@ -102,7 +104,7 @@ def _throughput(file: ResultFile) -> Iterable[ReportFigure]:
             "Prompt tokens over the time until the last prompt's first token.",
             _draw(panels, f"{file.name} throughput {arch} {length} {dtype}"),
             _table(rows),
-            file,
+            (file,),
         )
 
 
@@ -112,7 +114,7 @@ def _interference(file: ResultFile) -> Iterable[ReportFigure]:
         "Times between tokens before the long prompt arrives (idle) and during its prefill (busy).",
         [],
         _table(file.rows["interference"]),
-        file,
+        (file,),
     )
 
 
@@ -122,7 +124,7 @@ def _decoding(file: ResultFile) -> Iterable[ReportFigure]:
         "Median of a step while all requests generate; the host's part is processor time of the thread that steps.",
         [],
         _table(file.rows["decoding"]),
-        file,
+        (file,),
     )
 
 
@@ -143,7 +145,7 @@ def _steps(file: ResultFile) -> Iterable[ReportFigure]:
             "One traced run. Rates: operations by the cost model, and the least bytes that have to move.",
             _draw(panels, f"{file.name} steps {arch} {length} {batch} {dtype}"),
             _table(rows),
-            file,
+            (file,),
         )
 
 
@@ -177,13 +179,13 @@ def _kernels(file: ResultFile) -> Iterable[ReportFigure]:
         " ".join([note, *file.notes]),
         _draw(panels, f"{file.name} kernels"),
         _table([*file.rows.get("ceilings", []), *rows]),
-        file,
+        (file,),
     )
 
 
 def _checks(file: ResultFile) -> Iterable[ReportFigure]:
     note = "Checked in the same run, before anything was timed."
-    yield ReportFigure("Kernels against their references", note, [], _table(file.rows["checks"]), file)
+    yield ReportFigure("Kernels against their references", note, [], _table(file.rows["checks"]), (file,))
 
 
 def _compiled(file: ResultFile) -> Iterable[ReportFigure]:
@@ -202,7 +204,7 @@ def _compiled(file: ResultFile) -> Iterable[ReportFigure]:
         "What the compiler reserves on every chip: arguments, results, scratch and code. Nothing ran.",
         _draw(panels, f"{file.name} compiled"),
         _table(file.rows["compiled"]),
-        file,
+        (file,),
     )
 
 
@@ -211,10 +213,8 @@ def _accuracy(file: ResultFile) -> Iterable[ReportFigure]:
         tasks = [task for (task,), _ in _grouped(rows, "task")]
         # The average over tasks where there is one, else the first task.
         shown = "average" if "average" in tasks else tasks[0]
-        families = _grouped_by([row for row in rows if row["task"] == shown], _family)
-        series = [
-            _series(family, number, own, "flop_fraction", "score") for number, (family, own) in enumerate(families)
-        ]
+        families = _grouped_by([row for row in rows if row["task"] == shown], lambda row: family(row["config"]))
+        series = [_series(name, number, own, "flop_fraction", "score") for number, (name, own) in enumerate(families)]
         title = f"Score against operations: {shown.replace('_', ' ')}"
         panel = Panel(title, "operations, of dense", "score", series, share_x=True)
         yield ReportFigure(
@@ -223,8 +223,20 @@ def _accuracy(file: ResultFile) -> Iterable[ReportFigure]:
             "95% interval.",
             _draw([panel], f"{file.name} accuracy {model} {length} {harness}"),
             _table(rows),
-            file,
+            (file,),
         )
+
+
+def _frontier(files: Sequence[ResultFile]) -> list[ReportFigure]:
+    """The models of all files side by side, where there is more than one."""
+    panels = [panel for file in files for panel in frontier_panels(file.rows["accuracy"], file.name)]
+    if len(panels) < 2:
+        return []
+    note = (
+        "The average over a model's tasks and lengths, of settings that were asked at all of its lengths. Lines join "
+        "settings that differ in top_p alone; dashed is what no other setting beats in both score and operations."
+    )
+    return [ReportFigure("Accuracy against operations, by model", note, _draw(panels, "frontier"), None, tuple(files))]
 
 
 def _calibration(file: ResultFile) -> Iterable[ReportFigure]:
@@ -234,7 +246,7 @@ def _calibration(file: ResultFile) -> Iterable[ReportFigure]:
         "search has not seen.",
         [],
         _table(file.rows["calibration"]),
-        file,
+        (file,),
     )
 
 
@@ -275,12 +287,6 @@ def _grouped_by[Key: Hashable](rows: Iterable[Row], key: Callable[[Row], Key]) -
 
 def _method(row: Row) -> str:
     return f"top_p {row['top_p']}" if row.get("top_p") is not None else str(row["method"])
-
-
-def _family(row: Row) -> str:
-    """A setting without its top_p."""
-    parts = [part for part in str(row["config"]).split(",") if not part.strip().startswith("top_p=")]
-    return ",".join(parts) or "default"
 
 
 def _prompts(batch: int) -> str:
