@@ -1,6 +1,7 @@
 """Whole runs on the packaged SmolLM2-135M with short prompts: resumed, refused, told in tables and files."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from uniprefill_jax.eval.rows import result_rows
 from uniprefill_jax.eval.runner import batch_shapes, run_cases
 from uniprefill_jax.eval.settings import parse_setting, parse_settings
 from uniprefill_jax.eval.store import AnswerStore, read_answers
-from uniprefill_jax.eval.table import print_summary
+from uniprefill_jax.eval.table import print_summary, print_tables
 from uniprefill_jax.llm import LLM
 
 COMMON = {"model": "tiny", "dtype": "float32"}
@@ -173,6 +174,10 @@ def test_methods_answer_cases(tiny: LLM, cases: list[Case], tmp_path: Path):
     print_summary(console, both + [own | {"model": "other", "score": 77.77} for own in both])
     tables = console.export_text().split("score by length")
     assert [table.count("77.77") for table in tables] == [0, 0, 6], "one table per model"
+    print_tables(console, both + [own | {"model": "other"} for own in both])
+    assert re.findall(r"(\w+), (\d+) tokens: score", console.export_text()) == [
+        (model, length) for model in (COMMON["model"], "other") for length in ("256", "512")
+    ]
 
 
 @pytest.fixture

@@ -14,14 +14,19 @@ FETCHING = {"src", "href", "xlink:href", "srcset", "data", "action", "formaction
 FETCHES = re.compile(r"url\((?!#)|@import|https?://|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|\bsrc\b")
 
 
-@dataclass
+@dataclass(eq=False)  # each is itself alone; to compare what is around them takes minutes on a large page
 class Element:
-    """One element: its tag, attributes, the elements around it, and its own text with that of all inside it."""
+    """One element: its tag, attributes, the elements around it, and pieces of text in it and in all inside it."""
 
     tag: str
     attributes: dict[str, str]
     parents: tuple["Element", ...]
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The text in it and in all inside it."""
+        return "".join(self.pieces)
 
     def is_within(self, identifier: str) -> bool:
         """Whether an element with this id is around it."""
@@ -64,7 +69,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         for element in self._open:
-            element.text += data
+            element.pieces.append(data)
 
     def all(self, tag: str, identifier: str = "") -> list[Element]:
         """Elements of a tag, of those within the element of an id if one is given."""

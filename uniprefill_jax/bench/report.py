@@ -250,6 +250,17 @@ def _calibration(file: ResultFile) -> Iterable[ReportFigure]:
     )
 
 
+def _soak(file: ResultFile) -> Iterable[ReportFigure]:
+    rows = [{name: value for name, value in row.items() if name != "checks"} for row in file.rows["soak"]]
+    yield ReportFigure(
+        "The server under load for a while",
+        "Requests at random times, some of which go away before their end; then what was held, lost or miscounted.",
+        [],
+        _table([row | whole["checks"] for row, whole in zip(rows, file.rows["soak"], strict=True)]),
+        (file,),
+    )
+
+
 BUILDERS: dict[str, Callable[[ResultFile], Iterable[ReportFigure]]] = {
     "ttft": _ttft,
     "throughput": _throughput,
@@ -261,6 +272,7 @@ BUILDERS: dict[str, Callable[[ResultFile], Iterable[ReportFigure]]] = {
     "compiled": _compiled,
     "accuracy": _accuracy,
     "calibration": _calibration,
+    "soak": _soak,
 }
 
 

@@ -60,6 +60,9 @@ KINDS: dict[str, Callable[[Row], bool]] = {
         and _numbers("n", "hbm_gib")(row)
     ),
     "accuracy": lambda row: _answered(row) and _numbers("length", "score", "dense_score", "flop_fraction")(row),
+    "soak": lambda row: (
+        _numbers("minutes", "rate", "finished", "cancelled")(row) and isinstance(row.get("checks"), dict)
+    ),
     "calibration": lambda row: isinstance(row.get("config"), str) and _numbers("loss", "loss_limit")(row),
 }
 

@@ -59,11 +59,12 @@ def print_prompt(console: Console, title: str, text: str) -> None:
 
 
 def print_tables(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """For each length a table of tasks by settings, with the difference to dense, and what they kept and took."""
-    for length in dict.fromkeys(row["length"] for row in rows):
-        own = [row for row in rows if row["length"] == length]
+    """For each model and length tasks by settings, with the difference to dense, and what they kept and took."""
+    for model, length in dict.fromkeys((row["model"], row["length"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["length"]) == (model, length)]
         settings = list(dict.fromkeys(row["config"] for row in own))
-        table = Table(title=f"{length:,} tokens: score (difference to dense, 95% interval)", title_justify="left")
+        title = f"{model}, {length:,} tokens: score (difference to dense, 95% interval)"
+        table = Table(title=title, title_justify="left")
         table.add_column("task")
         for setting in settings:
             table.add_column(setting, justify="right", overflow="fold")
