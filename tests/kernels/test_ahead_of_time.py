@@ -47,7 +47,10 @@ def test_kernels_compile_for_h200():
     compile_all("gpu", "sm_90a")
 
 
-@pytest.mark.parametrize("target", TPUS)
+# The others compile every shape among the slow tests.
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[] if "v6e" in name else pytest.mark.slow) for name in TPUS]
+)
 def test_kernels_compile_for_tpu(target):
     compile_all("tpu", target)
 

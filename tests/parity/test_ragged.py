@@ -60,7 +60,10 @@ def test_decoding_a_ragged_batch_equals_each_prompt_alone(small_llm) -> None:
         assert alone.token_ids == together[number].token_ids
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
+@pytest.mark.parametrize(
+    "name",
+    ["llama-scaled", *(pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if name != "llama-scaled")],
+)
 def test_decoding_with_every_requests_rows_apart_changes_nothing(name: str, small_llm, monkeypatch) -> None:
     """A batch with far more rows than its longest prompt, with each request's rows taken out and with all rows."""
     llm = small_llm(name)
