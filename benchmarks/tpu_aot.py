@@ -42,7 +42,8 @@ from uniprefill_jax.models.config import read_model_config
 from uniprefill_jax.models.parameters import parameter_specs, with_parameters
 from uniprefill_jax.parallel.mesh import make_mesh
 from uniprefill_jax.parallel.rules import ShardingRules
-from uniprefill_jax.prefill import PrefillOutput, PrefillPlan, prefill
+from uniprefill_jax.prefill import PrefillOutput, prefill
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.programs import Programs
 from uniprefill_jax.result_file import package_version, write_result
 from uniprefill_jax.sampling import SamplingKind, SamplingNumbers

@@ -22,7 +22,8 @@ from uniprefill_jax.models.config import LayerSpec, ModelConfig
 from uniprefill_jax.models.gated_delta_net import RecurrentCache
 from uniprefill_jax.models.layer_loop import group_layers, index_table, loop_layers
 from uniprefill_jax.models.rope import rope_table
-from uniprefill_jax.prefill import LayerCaches, PrefillPlan, SegmentRows
+from uniprefill_jax.prefill import LayerCaches, SegmentRows
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sparsify.methods.compression import compressed_lengths
 
 # Taking rows out costs about as much as attending to this many times as many: they are read, written and read again.

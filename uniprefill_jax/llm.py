@@ -22,7 +22,8 @@ from uniprefill_jax.models.parameters import ChooseSharding, initialise, paramet
 from uniprefill_jax.parallel.mesh import check_mesh, on_replica, replicas_of
 from uniprefill_jax.parallel.replicas import deal, on_each
 from uniprefill_jax.parallel.rules import ShardingRules
-from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
+from uniprefill_jax.prefill import PrefillOutput
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.programs import Programs, use_persistent_cache
 from uniprefill_jax.results import Completion, PrefillResult
 from uniprefill_jax.sampling import SamplingKind, SamplingNumbers

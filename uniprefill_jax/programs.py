@@ -28,7 +28,8 @@ from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.models.causal_lm import CausalLM
 from uniprefill_jax.parallel.mesh import replicate
 from uniprefill_jax.parallel.rules import ShardingRules
-from uniprefill_jax.prefill import LayerCaches, PrefillOutput, PrefillPlan, SegmentRows, prefill
+from uniprefill_jax.prefill import LayerCaches, PrefillOutput, SegmentRows, prefill
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sampling import SamplingKind, SamplingNumbers, sample
 
 CACHE_FOLDER = Path("~/.cache/uniprefill-jax/compiled")

@@ -8,7 +8,7 @@ import pytest
 
 import uniprefill_jax as up
 from tests.engine.tiny import CONFIG, DROP_LAYERS, DROPPING, prompt, tiny
-from uniprefill_jax.prefill import PrefillPlan
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sparsify.methods.protocol import Method
 from uniprefill_jax.sparsify.selection import select_tokens
 

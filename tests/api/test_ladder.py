@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import uniprefill_jax as up
-from uniprefill_jax.prefill import PrefillPlan
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import auto_drop_layers
 
 SIZES = {

@@ -8,7 +8,7 @@ import numpy as np
 import uniprefill_jax as up
 from tests.parity.compare import relative_error
 from uniprefill_jax.engine.requests import PrefillReport
-from uniprefill_jax.prefill import PrefillPlan
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 
 LENGTHS = (170, 60, 15, 1)

@@ -9,7 +9,7 @@ from tests.oracle.small_models import small_prompts
 from tests.parity.compare import assert_equals_plain, greedy, library_config
 from tests.parity.test_modes import DROPS, MODES, SETTINGS, SIZES
 from tests.sparsify.rule import Rule
-from uniprefill_jax.prefill import PrefillPlan
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sparsify.buckets import length_ladder
 
 

@@ -19,7 +19,8 @@ from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.execution import LengthsBy
 from uniprefill_jax.llm import DTYPES, LLM, Setting
 from uniprefill_jax.parallel.mesh import TENSOR
-from uniprefill_jax.prefill import PrefillOutput, PrefillPlan
+from uniprefill_jax.prefill import PrefillOutput
+from uniprefill_jax.prefill_plan import PrefillPlan
 from uniprefill_jax.sparsify.drop_layers import resolve_drop_layers
 from uniprefill_jax.sparsify.methods.protocol import Method as PrefillMethod
 
