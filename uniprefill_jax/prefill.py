@@ -130,6 +130,7 @@ class _Prefill:
         score_memory: Float[Array, ""],
     ) -> PrefillOutput:
         plan = self.plan
+        self.prompt_lengths = cu_seqlens[1:] - cu_seqlens[:-1]
         rows = jnp.arange(plan.num_rows, dtype=jnp.int32)
         starts = cu_seqlens[jnp.minimum(request_of_row(cu_seqlens, rows), plan.num_requests - 1)]
         positions = jnp.where(rows < cu_seqlens[-1], rows - starts, 0)
@@ -214,14 +215,8 @@ class _Prefill:
         cache = state.caches[kind]
         assert isinstance(cache, AttentionCache)
         keys = jax.lax.dynamic_index_in_dim(cache.keys, self.table[drop_layer], 0, keepdims=False)
-        drop = choose_tokens(
-            DropInputs(state.queries, keys, state.cu_seqlens, state.token_scores),
-            plan.config,
-            top_p=top_p,
-            memory=score_memory * has_memory,
-            scale=self.config.attention_scale,
-            num_blocks=plan.num_blocks,
-        )
+        inputs = DropInputs(state.queries, keys, state.cu_seqlens, state.token_scores)
+        drop = self._choose(inputs, drop_layer, top_p, score_memory * has_memory)
         x, positions, token_scores = compact((state.x, state.positions, drop.token_scores), drop)
         segment = SegmentRows(positions, drop.cu_seqlens)
         rung = jnp.searchsorted(jnp.asarray(plan.ladder, jnp.int32), drop.cu_seqlens[-1], method="compare_all")
@@ -239,6 +234,28 @@ class _Prefill:
             window = self._window(queries, full_rows)
             after = _SegmentState(x, state.positions, state.cu_seqlens, drop.token_scores, caches, window)
         return after, (segment, _report(drop))
+
+    def _choose(
+        self,
+        inputs: DropInputs,
+        drop_layer: Int32[Array, ""],
+        top_p: Float[Array, ""],
+        memory: Float[Array, ""],
+    ) -> Drop:
+        """Which rows stay after a drop layer: those of the setting's rule, or those that the method chooses."""
+        plan, scale = self.plan, self.config.attention_scale
+        if plan.tokens is None:
+            config = plan.config
+            return choose_tokens(inputs, config, top_p=top_p, memory=memory, scale=scale, num_blocks=plan.num_blocks)
+        drops = jnp.asarray(plan.drop_layers, jnp.int32)
+        return plan.tokens.choose(
+            inputs,
+            self.prompt_lengths,
+            jnp.searchsorted(drops, drop_layer),
+            num_drops=len(plan.drop_layers),
+            scale=scale,
+            num_blocks=plan.num_blocks,
+        )
 
     def _run_segment(
         self,

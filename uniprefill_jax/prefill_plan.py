@@ -16,6 +16,7 @@ from uniprefill_jax.sparsify.buckets import length_ladder, prompt_bucket, reques
 from uniprefill_jax.sparsify.cost import prefill_flops
 from uniprefill_jax.sparsify.drop_layers import segments_of_layers
 from uniprefill_jax.sparsify.methods.protocol import CacheCompression, Method, SparseAttention
+from uniprefill_jax.sparsify.methods.token_choice import TokenChoice
 from uniprefill_jax.sparsify.traffic import prefill_bytes
 
 # Larger chunks multiply faster; smaller ones waste fewer rows at the end of every segment, of which dense has one.
@@ -39,6 +40,7 @@ class PrefillPlan:
         execution: who computes attention and products.
         attention: which entries of full attention are computed; None for all.
         compression: which cached rows decoding sees; None for all.
+        tokens: which tokens leave at the drop layers, instead of those that the setting says.
     """
 
     model: ModelConfig
@@ -52,6 +54,7 @@ class PrefillPlan:
     execution: Execution
     attention: SparseAttention | None = None
     compression: CacheCompression | None = None
+    tokens: TokenChoice | None = None
 
     @classmethod
     def for_batch(
@@ -82,7 +85,10 @@ class PrefillPlan:
                 f"prompts of {min(lengths):,} to {longest:,} tokens have blocks of {sorted(sizes)} tokens "
                 "(most_blocks); plan those of one size together"
             )
-        attention, compression = method.attention, method.compression
+        attention, compression, tokens = method.attention, method.compression, method.tokens
+        # Where no prompt is long enough for a part to do anything the program is that without it.
+        if tokens is not None and longest <= tokens.dense_below:
+            drop_layers, tokens = (), None
         num_rows, num_requests = prompt_bucket(sum(lengths)), request_bucket(len(lengths))
         lengths_by, execution = choose_execution(model, dtype, num_requests, lengths_by, on_mesh, platform)
         return cls(
@@ -95,9 +101,9 @@ class PrefillPlan:
             ladder=length_ladder(num_rows) if lengths_by == "ladder" else (num_rows,),
             row_chunk=(CPU_ROW_CHUNK if drop_layers else CPU_DENSE_ROW_CHUNK) if lengths_by == "loops" else None,
             execution=execution,
-            # Where no prompt is long enough for a part to do anything the program is that without it.
             attention=None if attention is None or longest <= attention.dense_below else attention,
             compression=None if compression is None or longest <= compression.most_rows else compression,
+            tokens=tokens,
         )
 
     @property

@@ -71,6 +71,52 @@ def test_with_everything_kept_a_method_is_dense(name: str, text: str) -> None:
         assert result.flop_fraction == pytest.approx(1)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama-scaled", "lazyllm:drop_layers=0_1"),
+        pytest.param("gemma-irregular", "sliminfer:drop_layers=0", marks=pytest.mark.slow),
+        pytest.param("qwen3-irregular", "lazyllm:drop_layers=0", marks=pytest.mark.slow),
+    ],
+)
+def test_with_all_tokens_kept_a_method_is_dense(name: str, text: str) -> None:
+    method = up.Method.parse(f"{text}:first_keep=1:last_keep=1:dense_below=0")
+    results = shallow(name).prefill(prompts_of(name), method)
+    for result, logits, length in zip(results, dense_logits(name), LENGTHS, strict=True):
+        assert relative_error(result.logits, logits) <= 1e-5
+        assert result.kept_positions and all(len(kept) == length for kept in result.kept_positions.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama-scaled", "lazyllm:drop_layers=1_3"),
+        ("qwen3-irregular", "sliminfer:queries=16:drop_layers=0_5"),
+        pytest.param("gemma-irregular", "lazyllm:drop_layers=1_4", marks=pytest.mark.slow),
+        pytest.param("llama-scaled", "sliminfer:queries=16:drop_layers=1_3", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_leave_a_batch_as_they_leave_alone(name: str, text: str, small_llm, plain_model) -> None:
+    """And as they leave the plain model; the short prompt is dense."""
+    method = up.Method.parse(f"{text}:first_keep=0.6:last_keep=0.3:dense_below=100")
+    llm, prompts = small_llm(name), prompts_of(name)
+    together, alone = llm.prefill(prompts, method), llm.prefill(prompts[2:], method)[0]
+    assert relative_error(together[2].logits, alone.logits) <= 1e-5
+    layers = tuple(together[2].kept_positions)
+    assert all((together[2].kept_positions[layer] == alone.kept_positions[layer]).all() for layer in layers)
+    assert all(len(kept) == LENGTHS[1] for kept in together[1].kept_positions.values())
+    assert min(len(kept) for kept in together[2].kept_positions.values()) < LENGTHS[2]
+    for result, prompt in zip(together, prompts, strict=True):
+        # The plain model's own choice is UniPrefill's; it is told which tokens stay.
+        rule = Rule(drop_layers=layers)
+        trace = plain_model(name).forward(np.asarray(prompt), len(prompt), rule, kept=result.kept_positions)
+        assert relative_error(result.logits, trace.logits[0]) <= 2e-5
+    for layer, share in zip(layers, (0.6, 0.3), strict=True):
+        kept = len(together[0].kept_positions[layer])
+        assert LENGTHS[0] * share <= kept <= LENGTHS[0] * share + 64
+    assert together[0].flop_fraction < 1
+
+
 @pytest.mark.parametrize(("name", "text"), PART)
 def test_a_batch_gives_each_prompt_what_it_gets_alone(name: str, text: str) -> None:
     """And short prompts what they get dense; sliding and recurrent layers are left alone."""

@@ -148,6 +148,36 @@ def proxyattn(
     return blocks
 
 
+def token_worth(name: str, queries: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
+    """What LazyLLM ("lazyllm") or SlimInfer ("sliminfer") thinks of each token: queries [n, H, d] of the last n tokens,
+    keys [T, KV, d] of all."""
+    (_, heads, _), (length, kv_heads, _) = queries.shape, keys.shape
+    worth = np.zeros(length)
+    for head in range(heads):
+        own = keys[:, head // (heads // kv_heads)]
+        query = queries[-1, head] if name == "lazyllm" else queries[:, head].mean(axis=0)
+        size = 1 if name == "lazyllm" else 64
+        means = np.array([own[start : start + size].mean(axis=0) for start in range(0, length, size)])
+        weights = np.exp(scale * (means @ query - (means @ query).max()))
+        weights /= weights.sum()
+        for block, weight in enumerate(weights):
+            rows = worth[block * size : (block + 1) * size]
+            rows += weight / len(rows) / heads
+    return worth
+
+
+def kept_tokens(name: str, worth: np.ndarray, prompt_length: int, share: float, window: int) -> list[int]:
+    """The tokens in hand that stay where `share` of the prompt's do."""
+    size = 1 if name == "lazyllm" else 64
+    blocks = block_sums(worth, size)
+    sure = {row // size for row in range(len(worth) - min(window, len(worth)), len(worth))}
+    sure |= {0} if name == "sliminfer" else set()
+    count = max(math.ceil(math.ceil(prompt_length / size) * round(1000 * share) / 1000), len(sure))
+    blocks[sorted(sure)] = np.inf
+    chosen = best(blocks, count)
+    return sorted(row for block in chosen for row in range(block * size, min(block * size + size, len(worth))))
+
+
 def snapkv(
     queries: np.ndarray, keys: np.ndarray, scale: float, *, capacity: int, window: int, kernel: int
 ) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 
 import uniprefill_jax as up
 from tests.sparsify import plain_methods as plain
+from uniprefill_jax.sparsify.drop import DropInputs
 from uniprefill_jax.sparsify.methods.compression import compressed_lengths, kept_rows
 from uniprefill_jax.sparsify.methods.protocol import Method, SparseAttention, computed_share
 
@@ -121,6 +122,37 @@ def test_short_requests_see_everything(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked"])
+@pytest.mark.parametrize("text", ["lazyllm", "sliminfer", "sliminfer:queries=150"])
+def test_tokens_that_stay(text: str, kind: str) -> None:
+    """At the first and the last of three drops, which the tokens of longer prompts have reached."""
+    name = text.partition(":")[0]
+    queries, keys, cu_seqlens = inputs(kind, seed=6)
+    part = Method.parse(f"{text}:dense_below=150:first_keep=0.7:last_keep=0.2").tokens
+    assert part is not None
+    last = np.maximum(cu_seqlens[1:, None] - part.window + np.arange(part.window), 0)
+    prompts = np.asarray([600, 1, 150, 260], np.int32)
+    choose = jax.jit(partial(part.choose, num_drops=3, scale=SCALE, num_blocks=8))
+    for number, share in ((0, 0.7), (2, 0.2)):
+        given = DropInputs(queries[last], keys, cu_seqlens, jnp.zeros(len(keys)))
+        drop = jax.device_get(choose(given, prompts, jnp.int32(number)))
+        wanted_rows, left = [], 0
+        for request, (start, stop) in enumerate(zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True)):
+            own = queries[max(start, stop - part.window) : stop].astype(np.float64), keys[start:stop].astype(np.float64)
+            worth = plain.token_worth(name, *own, SCALE)
+            kept = plain.kept_tokens(name, worth, prompts[request], share, part.window)
+            if prompts[request] <= 150:
+                kept = list(range(stop - start))
+            wanted_rows += [start + row for row in kept]
+            left += stop - start - len(kept)
+            found = drop.block_mass[request]
+            np.testing.assert_allclose(found[: -(-(stop - start) // 64)], plain.block_sums(worth, 64), atol=1e-6)
+            np.testing.assert_allclose(drop.discarded_mass[request], 1 - worth[kept].sum(), atol=1e-5)
+        assert left > 0
+        assert drop.indices[: drop.cu_seqlens[-1]].tolist() == wanted_rows
+        assert (drop.indices[drop.cu_seqlens[-1] :] >= len(keys)).all()
+
+
+@pytest.mark.parametrize("kind", ["random", "peaked"])
 @pytest.mark.parametrize("text", ["snapkv:capacity=140:window=32", "snapkv:capacity=65:window=64:kernel=1"])
 def test_rows_that_snapkv_keeps(text: str, kind: str) -> None:
     queries, keys, cu_seqlens = inputs(kind, seed=4)
@@ -167,6 +199,9 @@ def test_rows_that_streaming_llm_keeps() -> None:
         ("snapkv:capacity=8", "capacity is 8; use an integer of at least 33"),
         ("snapkv:kernel=4", "kernel is 4; use an odd number"),
         ("snapkv+streaming_llm", "do the same"),
+        ("lazyllm+uniprefill", "do the same"),
+        ("lazyllm:last_keep=0.95", "last_keep is 0.95 and first_keep 0.9"),
+        ("sliminfer:queries=2000", "use 1 to 1024"),
         ("uniprefill:drop_layers=a", "layers joined by _"),
     ],
 )

@@ -36,8 +36,8 @@ MethodOption = Annotated[
     typer.Option(
         "--method",
         help="Methods to compare, separated by commas: dense, uniprefill, minference, flexprefill, xattention, "
-        "proxyattn, streaming_llm, snapkv; with fields as in xattention:threshold=0.95, together as in "
-        "uniprefill+snapkv.",
+        "proxyattn, lazyllm, sliminfer, streaming_llm, snapkv; with fields as in xattention:threshold=0.95, together "
+        "as in uniprefill+snapkv.",
     ),
 ]
 TasksOption = Annotated[str, typer.Option(help='RULER\'s tasks, or "all".')]

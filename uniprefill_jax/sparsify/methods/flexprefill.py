@@ -19,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from uniprefill_jax.sparsify.methods.checks import check_integer, check_share
 from uniprefill_jax.sparsify.methods.minference import blocks_by_distance
-from uniprefill_jax.sparsify.methods.protocol import Seen, SparseAttention, check_integer, check_share
+from uniprefill_jax.sparsify.methods.protocol import Seen, SparseAttention
 from uniprefill_jax.sparsify.methods.request_blocks import RequestBlocks, smallest_accepted
 from uniprefill_jax.sparsify.methods.window_scores import map_window, sum_diagonals
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from uniprefill_jax.sparsify.methods.protocol import NOWHERE, Seen, SparseAttention, check_integer
+from uniprefill_jax.sparsify.methods.checks import check_integer
+from uniprefill_jax.sparsify.methods.protocol import NOWHERE, Seen, SparseAttention
 from uniprefill_jax.sparsify.methods.request_blocks import RequestBlocks
 from uniprefill_jax.sparsify.methods.window_scores import map_window, sum_diagonals
 

@@ -1,4 +1,4 @@
-"""What a method may do to a prefill: three roles, and the method that fills some of them."""
+"""What a method may do to a prefill: its roles, and the method that fills some of them."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from uniprefill_jax.config import UniPrefillConfig
 from uniprefill_jax.errors import ConfigError
+from uniprefill_jax.sparsify.methods.checks import check_integer
 from uniprefill_jax.sparsify.methods.request_blocks import RequestBlocks, blocks_of_requests
+from uniprefill_jax.sparsify.methods.token_choice import TokenChoice
 
 DENSE = "dense"
 NOWHERE = jnp.iinfo(jnp.int32).max
@@ -135,7 +137,8 @@ class Method:
 
     Attributes:
         name: as users write it, and as results call it.
-        dropping: which tokens leave.
+        dropping: where tokens leave, and which.
+        tokens: which tokens leave there, instead of those that `dropping` says.
         attention: which entries of full attention are computed; None for all.
         compression: which cached rows decoding sees; None for all.
     """
@@ -144,6 +147,7 @@ class Method:
     dropping: UniPrefillConfig = field(default_factory=UniPrefillConfig.dense)
     attention: SparseAttention | None = None
     compression: CacheCompression | None = None
+    tokens: TokenChoice | None = None
 
     @classmethod
     def of(cls, setting: "UniPrefillConfig | Method") -> "Method":
@@ -175,19 +179,13 @@ class Method:
     @property
     def definition(self) -> dict[str, Any]:
         """Everything that decides the results, in JSON's types."""
-        parts = {part.name: asdict(part) for part in (self.attention, self.compression) if part is not None}
-        return {"method": self.name, "dropping": self.dropping.definition} | parts
+        present = [part for part in (self.tokens, self.attention, self.compression) if part is not None]
+        # Through JSON and back tuples are lists.
+        parts = {part.name: {field: listed(value) for field, value in asdict(part).items()} for part in present}
+        dropping = {} if self.tokens is not None else {"dropping": self.dropping.definition}
+        return {"method": self.name} | dropping | parts
 
 
-def check_integer(part: Any, name: str, least: int) -> None:
-    """ConfigError unless a part's field is an integer of at least `least`."""
-    value = getattr(part, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{part.name}: {name} is {value!r}; use an integer of at least {least}")
-
-
-def check_share(part: Any, name: str) -> None:
-    """ConfigError unless a part's field is a number in [0, 1]."""
-    value = getattr(part, name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ConfigError(f"{part.name}: {name} is {value!r}; use a number in [0, 1]")
+def listed(value: Any) -> Any:
+    """The value as JSON gives it back: a tuple is a list."""
+    return list(value) if isinstance(value, tuple) else value

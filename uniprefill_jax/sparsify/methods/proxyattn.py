@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from uniprefill_jax.sparsify.methods.protocol import Seen, SparseAttention, check_integer, check_share
+from uniprefill_jax.sparsify.methods.checks import check_integer, check_share
+from uniprefill_jax.sparsify.methods.protocol import Seen, SparseAttention
 from uniprefill_jax.sparsify.methods.request_blocks import RequestBlocks, by_chunks
 from uniprefill_jax.sparsify.methods.window_scores import map_window
 

@@ -6,16 +6,23 @@ from typing import Any, get_type_hints
 from uniprefill_jax.config import UniPrefillConfig, config_of
 from uniprefill_jax.errors import InputError
 from uniprefill_jax.sparsify.methods.flexprefill import FlexPrefill
+from uniprefill_jax.sparsify.methods.lazyllm import LazyLLM
 from uniprefill_jax.sparsify.methods.minference import MInference
 from uniprefill_jax.sparsify.methods.protocol import DENSE, CacheCompression, Method, SparseAttention
 from uniprefill_jax.sparsify.methods.proxyattn import ProxyAttn
+from uniprefill_jax.sparsify.methods.sliminfer import SlimInfer
 from uniprefill_jax.sparsify.methods.snapkv import SnapKV
 from uniprefill_jax.sparsify.methods.streaming_llm import StreamingLLM
+from uniprefill_jax.sparsify.methods.token_choice import TokenChoice
 from uniprefill_jax.sparsify.methods.xattention import XAttention
 
-PARTS: dict[str, type[UniPrefillConfig] | type[SparseAttention] | type[CacheCompression]] = {
+Part = UniPrefillConfig | TokenChoice | SparseAttention | CacheCompression
+PARTS: dict[str, type[Part]] = {
     "uniprefill": UniPrefillConfig,
-    **{part.name: part for part in (MInference, FlexPrefill, XAttention, ProxyAttn, StreamingLLM, SnapKV)},
+    **{
+        part.name: part
+        for part in (MInference, FlexPrefill, XAttention, ProxyAttn, LazyLLM, SlimInfer, StreamingLLM, SnapKV)
+    },
 }
 NAMES = (DENSE, *PARTS)
 
@@ -31,17 +38,11 @@ def parse_method(text: str) -> Method:
             raise InputError(
                 f"--method names {name!r}; use some of {', '.join(NAMES)}, joined by + where they go together"
             )
-        built = PARTS[name](**_values(name, assignments))
-        role = (
-            "attention"
-            if isinstance(built, SparseAttention)
-            else "compression"
-            if isinstance(built, CacheCompression)
-            else "dropping"
-        )
+        roles = _roles(PARTS[name](**_values(name, assignments)))
+        role = next(iter(roles))
         if getattr(method, role) != getattr(Method(), role):
             raise InputError(f"--method {text!r}: {name} and a part before it do the same ({role}); leave one out")
-        method = replace(method, **{role: built})
+        method = replace(method, **roles)
     return method
 
 
@@ -58,6 +59,17 @@ def setting_of(definition: dict[str, Any], source: str) -> UniPrefillConfig | Me
     if method.definition != definition:
         raise InputError(f"{source}: {name!r} is {definition}, and now means {method.definition}; begin anew")
     return method
+
+
+def _roles(part: Part) -> dict[str, Any]:
+    """The fields of a method that a part fills; what it is for comes first."""
+    if isinstance(part, SparseAttention):
+        return {"attention": part}
+    if isinstance(part, CacheCompression):
+        return {"compression": part}
+    if isinstance(part, TokenChoice):
+        return {"dropping": part.dropping, "tokens": part}
+    return {"dropping": part}
 
 
 def _values(name: str, assignments: list[str]) -> dict[str, Any]:

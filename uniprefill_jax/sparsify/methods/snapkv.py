@@ -17,7 +17,8 @@ from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.errors import ConfigError
 from uniprefill_jax.models.batch import request_of_row
-from uniprefill_jax.sparsify.methods.protocol import CacheCompression, check_integer
+from uniprefill_jax.sparsify.methods.checks import check_integer
+from uniprefill_jax.sparsify.methods.protocol import CacheCompression
 from uniprefill_jax.sparsify.methods.window_scores import map_window
 
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from uniprefill_jax.models.batch import request_of_row
-from uniprefill_jax.sparsify.methods.protocol import CacheCompression, check_integer
+from uniprefill_jax.sparsify.methods.checks import check_integer
+from uniprefill_jax.sparsify.methods.protocol import CacheCompression
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from uniprefill_jax.errors import ConfigError
-from uniprefill_jax.sparsify.methods.protocol import Seen, SparseAttention, check_share
+from uniprefill_jax.sparsify.methods.checks import check_share
+from uniprefill_jax.sparsify.methods.protocol import Seen, SparseAttention
 from uniprefill_jax.sparsify.methods.request_blocks import RequestBlocks, by_chunks, smallest_accepted
 
 
