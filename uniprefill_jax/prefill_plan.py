@@ -101,7 +101,7 @@ class PrefillPlan:
             ladder=length_ladder(num_rows) if lengths_by == "ladder" else (num_rows,),
             row_chunk=(CPU_ROW_CHUNK if drop_layers else CPU_DENSE_ROW_CHUNK) if lengths_by == "loops" else None,
             execution=execution,
-            attention=None if attention is None or longest <= attention.dense_below else attention,
+            attention=None if attention is None or longest <= attention.dense_up_to else attention,
             compression=None if compression is None or longest <= compression.most_rows else compression,
             tokens=tokens,
         )

@@ -77,14 +77,22 @@ def test_methods(tmp_path):
 
 
 def test_the_table_of_methods(tmp_path):
-    def row(method, n, speedup):
-        labels = {"arch": "tiny", "batch": 1, "tp": 1, "dtype": "float32"}
-        return labels | {"method": method, "n": n, "speedup": speedup, "computed_attention": 0.5, "peak_gib": n / 100}
+    def row(method, n, speedup, ideal=2.0):
+        labels = {"arch": "tiny", "batch": 1, "tp": 1, "dtype": "float32", "method": method, "n": n}
+        return labels | {
+            "speedup": speedup,
+            "ideal_speedup": ideal,
+            "computed_attention": 0.5,
+            "peak_gib": n / 100,
+        }
 
     rows = [row("late", n, speed) for n, speed in ((100, 1.2), (200, 0.9), (400, 1.1), (800, 1.5))]
     rows += [row("never", n, 0.8) for n in (100, 800)] + [row("dense", n, 1.0) for n in (100, 800)]
+    # At 100 it is dense, and the clock's noise no gain.
+    rows += [row("dense at first", n, speed, ideal) for n, speed, ideal in ((100, 1.01, 1.0), (400, 1.4, 1.6))]
     ends = break_even_rows(rows)
-    assert [(end["method"], end["break_even"]) for end in ends] == [("late", 400), ("never", None)]
+    found = {end["method"]: end["break_even"] for end in ends}
+    assert found == {"late": 400, "never": None, "dense at first": 400}
     path = tmp_path / "ruler.json"
     scores = [("late", 100, "vt", 3.0), ("late", 100, "average", 60.0), ("late", 200, "vt", 70.0)]
     names = ("config", "length", "task", "score")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from tests.parity.compare import greedy, relative_error
 from tests.parity.plain_model import PlainModel
 from tests.sparsify.plain_methods import snapkv
 from tests.sparsify.rule import Rule
+from uniprefill_jax.prefill_plan import PrefillPlan
 
 LENGTHS = (420, 70, 150)
 # A few layers of the small models: every kind of layer, and full attention twice or more.
@@ -27,13 +29,13 @@ LAYERS = {
     },
 }
 EVERYTHING = [
-    ("llama-scaled", "minference:vertical=30:slash=9999"),
+    ("llama-scaled", "minference:vertical=30:slash=419"),
     ("gemma-irregular", "proxyattn:gamma=1"),
     ("qwen3-irregular", "xattention:threshold=1"),
-    pytest.param("llama-scaled", "flexprefill:gamma=1", marks=pytest.mark.slow),
+    pytest.param("llama-scaled", "flexprefill:gamma=1:min_budget=64", marks=pytest.mark.slow),
     pytest.param("llama-scaled", "xattention:threshold=1", marks=pytest.mark.slow),
-    pytest.param("gemma-irregular", "minference:vertical=30:slash=9999", marks=pytest.mark.slow),
-    pytest.param("qwen3-irregular", "flexprefill:gamma=1", marks=pytest.mark.slow),
+    pytest.param("gemma-irregular", "minference:vertical=30:slash=419", marks=pytest.mark.slow),
+    pytest.param("qwen3-irregular", "flexprefill:gamma=1:min_budget=64", marks=pytest.mark.slow),
 ]
 PART = [
     ("llama-scaled", "minference:vertical=40:slash=60:dense_below=100+snapkv:capacity=110"),
@@ -115,6 +117,38 @@ def test_tokens_leave_a_batch_as_they_leave_alone(name: str, text: str, small_ll
         kept = len(together[0].kept_positions[layer])
         assert LENGTHS[0] * share <= kept <= LENGTHS[0] * share + 64
     assert together[0].flop_fraction < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("minference", 2048),
+        ("minference:vertical=3000", 3000),
+        ("minference:slash=50:vertical=30", 256),
+        ("flexprefill", 1024),
+        ("flexprefill:min_budget=64", 256),
+        ("xattention", 256),
+        ("proxyattn", 256),
+    ],
+)
+def test_from_which_length_on_a_method_chooses(text: str, budget: int) -> None:
+    """One prompt of a batch that is longer is enough: the others are dense in the same program."""
+    method, model = up.Method.parse(text), shallow("llama-scaled").config
+    for lengths, chooses in (([budget], False), ([budget, 1], False), ([budget + 1], True), ([1, budget + 1], True)):
+        plan = PrefillPlan.for_batch(model, method, (), lengths, jnp.float32)
+        assert (plan.attention is not None) == chooses
+
+
+@pytest.mark.parametrize("text", ["minference", "flexprefill", "minference:vertical=420:slash=50:dense_below=0"])
+def test_a_prompt_that_the_budget_covers_runs_the_dense_program(text: str) -> None:
+    """Without choosing, which would cost time and change nothing."""
+    llm, method = shallow("llama-scaled"), up.Method.parse(text)
+    dense_logits("llama-scaled")
+    programs = len(llm.programs.compiled)
+    results = llm.prefill(prompts_of("llama-scaled"), method)
+    assert len(llm.programs.compiled) == programs
+    for result, logits in zip(results, dense_logits("llama-scaled"), strict=True):
+        assert (result.logits == logits).all() and not result.computed_attention
 
 
 @pytest.mark.parametrize(("name", "text"), PART)

@@ -1,5 +1,6 @@
 """Each method's choice against the plain one, on ragged batches with grouped heads, random and peaked."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from tests.sparsify import plain_methods as plain
 from uniprefill_jax.sparsify.drop import DropInputs
 from uniprefill_jax.sparsify.methods.compression import compressed_lengths, kept_rows
 from uniprefill_jax.sparsify.methods.protocol import Method, SparseAttention, computed_share
+from uniprefill_jax.sparsify.methods.request_blocks import blocks_of_requests
 
 LENGTHS = (450, 1, 200, 129)
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -72,7 +74,7 @@ def plain_choice(name: str, options: dict, queries: np.ndarray, keys: np.ndarray
 
 SETTINGS = [
     ("minference", {"vertical": 33, "slash": 102}),
-    ("minference", {"vertical": 200, "slash": 60}),
+    ("minference", {"vertical": 120, "slash": 60}),
     ("xattention", {"threshold": 0.6, "stride": 8}),
     ("xattention", {"threshold": 0.9, "stride": 16}),
     ("flexprefill", {"gamma": 0.5, "tau": 0.0, "min_budget": 64, "max_budget": 320}),
@@ -119,6 +121,47 @@ def test_short_requests_see_everything(name: str) -> None:
     blocks, _, share = choice(part, queries, keys, cu_seqlens)
     assert share[0] < 1 and share[1:].tolist() == [1, 1, 1]
     assert all((own == np.tril(np.ones_like(own))).all() for own in blocks[1:])
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("minference:vertical=40:slash=200", 200),
+        ("minference:vertical=190:slash=60", 190),
+        ("flexprefill:gamma=0.1:tau=0:min_budget=180", 180),
+        ("flexprefill:gamma=0.1:tau=1:min_budget=180", 180),
+        ("flexprefill:gamma=0.1:min_budget=64:dense_below=170", 170),
+        ("xattention:threshold=0.1:dense_below=170", 170),
+    ],
+)
+def test_what_a_budget_covers_is_dense(text: str, budget: int) -> None:
+    """Up to the budget, where the choice by itself leaves nothing out unless `dense_below` says so, and no further."""
+    part = Method.parse(text).attention
+    assert part is not None
+    by_budget = "dense_below" not in text
+    part = replace(part, block_size=SIZE, dense_below=0 if by_budget else part.dense_below)
+    assert part.dense_up_to == budget
+    random = np.random.default_rng(budget)
+    lengths = np.asarray([budget, 1, budget - 63, budget + 400])
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    queries, keys = (random.standard_normal((lengths.sum(), n, HEAD_DIM)).astype(np.float32) for n in (HEADS, KV_HEADS))
+    # Near rows attract each other, so that a few diagonals do not cross blocks at every distance.
+    place = np.arange(lengths.sum())[:, None, None] / 200
+    for rows in (queries, keys):
+        rows[:, :, :2] = 6 * np.concatenate([np.cos(place), np.sin(place)], axis=-1)
+
+    @jax.jit
+    def shares(queries, keys, cu_seqlens):
+        blocks = blocks_of_requests(cu_seqlens, len(queries), SIZE)
+        chosen = part.choose(queries, keys, blocks, SCALE)
+        chosen = chosen._replace(blocks=(chosen.blocks | jnp.eye(blocks.count, dtype=bool)) & blocks.causal)
+        return computed_share(chosen, blocks), computed_share(*part.seen(queries, keys, cu_seqlens, SCALE))
+
+    by_itself, share = jax.device_get(shares(queries, keys, cu_seqlens))
+    np.testing.assert_allclose(share[:3], 1, rtol=1e-6)
+    assert share[3] < 1
+    if by_budget:
+        np.testing.assert_allclose(by_itself[:3], 1, rtol=1e-6, err_msg="the fallback changes what is computed")
 
 
 @pytest.mark.parametrize("kind", ["random", "peaked"])

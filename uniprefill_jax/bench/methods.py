@@ -61,13 +61,17 @@ class MethodMeasurement:
 
 def break_even_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every method the shortest measured length from which on, at all longer ones too, it is faster than dense;
-    None where it is not even at the longest."""
+    None where it is not even at the longest.
+
+    Where a method leaves out no operations it is dense, or decides and then does what dense does: it is not faster
+    there, whatever the clock says.
+    """
     found = []
     for method in dict.fromkeys(row["method"] for row in rows if row["method"] != "dense"):
         own = sorted((row for row in rows if row["method"] == method), key=lambda row: -row["n"])
         gaining = []
         for row in own:
-            if row["speedup"] <= 1.0:
+            if row["speedup"] <= 1.0 or row["ideal_speedup"] <= 1.0:
                 break
             gaining.append(row["n"])
         head = {key: own[0][key] for key in ("arch", "batch", "tp", "dtype", "method")}

@@ -6,7 +6,8 @@ tokens of either; the best blocks of columns and of diagonals, the first block a
 products of mean queries and mean keys tell the mass of blocks well (square root of the Jensen-Shannon divergence below
 `tau`), the head is query-aware instead: of the whole map of such products the fewest entries that hold `gamma`, beside
 `min_budget` of columns and diagonals. Defaults: gamma 0.9, tau 0.1, budgets 1024 and 32768 tokens, blocks of 128;
-requests up to the least budget are dense, as in the authors' code.
+requests of up to `dense_below` (two blocks) or `min_budget` tokens, the more of the two, are dense, as in the authors'
+code: the least budget is all of such a request.
 
 Where this reading is ours: the budgets' least is the authors' patch's default, the most their example's. In a request
 that does not end with a block, diagonals are cut into blocks by their distance, not from the request's start.
@@ -35,7 +36,7 @@ class FlexPrefill(SparseAttention):
     """
 
     name: ClassVar[str] = "flexprefill"
-    dense_below: int = 1024
+    dense_below: int = 256
     gamma: float = 0.9
     tau: float = 0.1
     min_budget: int = 1024
@@ -47,6 +48,11 @@ class FlexPrefill(SparseAttention):
         check_share(self, "tau")
         check_integer(self, "min_budget", 1)
         check_integer(self, "max_budget", self.min_budget)
+
+    @property
+    def dense_up_to(self) -> int:
+        """The least budget, of columns and of diagonals."""
+        return max(self.dense_below, self.min_budget)
 
     def choose(
         self,

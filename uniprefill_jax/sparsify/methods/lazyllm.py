@@ -6,7 +6,8 @@ most important tokens go on.
 There is no code of the authors', and their layers and percentiles were not to be found, so these are ours: the layers
 are UniPrefill's drop layers of the model, the share of the prompt that stays falls evenly from 0.9 to 0.4, prompts of
 at most 256 tokens are left whole. Also ours: importance comes from the very layer after whose attention tokens leave;
-the last token always stays.
+the last token always stays. Not here: the auxiliary cache, from which the authors' decoding brings tokens back that the
+prefill let go; decoding sees what the prefill kept.
 """
 
 from dataclasses import dataclass

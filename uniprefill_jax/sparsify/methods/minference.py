@@ -7,7 +7,8 @@ Llama-3.1-8B, from their offline search.
 
 Where this reading is ours: blocks lie on a grid, so that the rows of a block of queries see the one or two blocks of
 keys that a diagonal crosses, where the authors' kernel places one block per diagonal and row of blocks; never is less
-computed. Requests of no more rows than `slash` come out dense, as all their diagonals are taken.
+computed. As in the authors' code the budgets do not shrink with a prompt, and are cut to its length. A request of no
+more rows than one of them, whose columns or diagonals are then all taken, is dense without a choice being made.
 """
 
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class MInference(SparseAttention):
         super().__post_init__()
         check_integer(self, "vertical", 30)
         check_integer(self, "slash", 50)
+
+    @property
+    def dense_up_to(self) -> int:
+        """As many rows as there are columns or diagonals to take."""
+        return max(self.dense_below, self.vertical, self.slash)
 
     def choose(
         self,

@@ -57,7 +57,7 @@ class SparseAttention(ABC):
     every layer, request and query head on its own; heads that share a KV head choose apart.
 
     Attributes:
-        dense_below: requests of at most so many rows in a layer see everything.
+        dense_below: requests of at most so many rows in a layer see everything; see `dense_up_to`.
         block_size: rows of a block of queries and of a block of keys.
     """
 
@@ -69,6 +69,11 @@ class SparseAttention(ABC):
         check_integer(self, "dense_below", 0)
         if self.block_size not in (64, 128):
             raise ConfigError(f"{self.name}: block_size is {self.block_size!r}; use 64 or 128")
+
+    @property
+    def dense_up_to(self) -> int:
+        """Longest request that sees everything: `dense_below`, or more where the part's budget covers more."""
+        return self.dense_below
 
     @abstractmethod
     def choose(
@@ -94,7 +99,7 @@ class SparseAttention(ABC):
         with jax.named_scope("sparse_choice"):
             blocks = blocks_of_requests(cu_seqlens, queries.shape[0], self.block_size)
             choice = self.choose(queries, keys, blocks, scale)
-            short = (blocks.lengths <= self.dense_below)[blocks.owner]
+            short = (blocks.lengths <= self.dense_up_to)[blocks.owner]
             always = short[:, None] | jnp.eye(blocks.count, dtype=bool)
             return choice._replace(blocks=(choice.blocks | always) & blocks.causal), blocks
 
